@@ -1,0 +1,271 @@
+"""The ASE calculator: every rank holds the same ``Atoms``, the model's work is divided."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator, all_changes
+from numpy.typing import NDArray
+
+from nvdd_md.agreement import agree
+from nvdd_md.comm import (
+    as_communicator,
+    connect_ase_world,
+    device_for,
+    install_excepthook,
+    set_threads,
+)
+from nvdd_md.domain.decomposition import Decomposition
+from nvdd_md.engine import ForceEngine
+from nvdd_md.potential import Potential
+from nvdd_md.system import System
+
+DEFAULT_SKIN = 0.5
+"""Å; see ``docs/design.md`` for the measurement behind it."""
+
+_log = logging.getLogger(__name__)
+
+_STANDARD = ("energy", "free_energy", "energies", "forces", "stress", "stresses")
+_EVALUATE, _EVALUATE_WITH_STRESSES, _STRESSES_ONLY, _DECOMPOSE = range(4)
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one rank holds.
+
+    Attributes
+    ----------
+    rank, owned, ghosts, edges : int
+        Edges are counted up to cutoff + skin.
+    """
+
+    rank: int
+    owned: int
+    ghosts: int
+    edges: int
+
+
+class DistributedCalculator(Calculator):
+    """ASE calculator that evaluates a potential on all ranks of a communicator. **Collective**.
+
+    Every rank of ``comm`` creates it, holds the same ``Atoms`` and asks for the same properties
+    (an ordinary script under ``mpirun``); results are those of one process, and the same bits on
+    every rank. On one rank no MPI is needed.
+
+    Parameters
+    ----------
+    potential : Potential
+    comm : mpi4py communicator, torch.distributed process group, Communicator or None
+        The ranks that share the work. None: all ranks of the job.
+    skin : float, Å
+        Neighbour lists reach this far beyond the cutoff and live until a pair may be missed.
+        Never changes a result, only the time.
+    cut_axes : sequence of int
+        Cell axes (0, 1, 2) that may be cut into domains.
+    device : str, torch.device or None
+        None: the GPU of this node-local rank where there is one, else the CPU.
+    force_halo : bool
+        Take the distributed path on a single rank too (for tests and measurements).
+
+    Attributes
+    ----------
+    results : dict
+        ``energy`` and ``free_energy`` (float, eV), ``forces`` (n, 3) eV/Å; ``energies`` (n,) eV if
+        the potential has them; ``stress`` (6,) eV/Å³ in the order xx yy zz yz xz xy, positive
+        under tension, if the cell has a volume and a periodic axis; ``stresses`` (n, 6) once asked
+        for. All float64.
+
+    Raises
+    ------
+    ValueError
+        On all ranks alike: values that are not finite, unknown elements, a singular cell, or (as
+        ``DisagreementError``) ranks that hold different systems. The calculator stays usable.
+    NonFiniteError
+        On all ranks: the model returned NaN or inf.
+    """
+
+    def __init__(
+        self,
+        potential: Potential,
+        comm: object = None,
+        *,
+        skin: float = DEFAULT_SKIN,
+        cut_axes: Sequence[int] = (0, 1, 2),
+        device: str | torch.device | None = None,
+        force_halo: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if not np.isfinite(skin) or skin < 0:
+            raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
+        if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
+            raise ValueError(f"cut_axes must name some of the axes 0, 1, 2, got {cut_axes!r}")
+        self.potential = potential
+        self.comm = as_communicator(comm)
+        if comm is None:
+            connect_ase_world(self.comm)
+        install_excepthook(self.comm)
+        set_threads(self.comm)
+        potential.to(device_for(self.comm, device))
+        self.engine = ForceEngine(
+            potential, self.comm, skin=skin, cut_axes=tuple(cut_axes), force_halo=force_halo
+        )
+        extra = [name for name in potential.outputs if name not in _STANDARD]
+        self.implemented_properties = [
+            name for name in _STANDARD if name != "energies" or name in potential.outputs
+        ] + extra
+        self._system: System | None = None
+        self._warned: set[str] = set()
+        self._closed = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return a calculator of its own that shares the potential and the communicator."""
+        engine = self.engine
+        return type(self)(
+            self.potential,
+            self.comm,
+            skin=engine.skin,
+            cut_axes=engine.cut_axes,
+            device=self.potential.device,
+            force_halo=engine.force_halo,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop lists, routing and results; later evaluations raise. May be called twice."""
+        self._closed = True
+        self.reset()
+        self.engine.decomposition = None
+
+    def reset(self) -> None:
+        """Forget the results; the next property is computed anew."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._system = None
+
+    def check_state(self, atoms: Atoms, tol: float = 0.0) -> list[str]:
+        """Return what changed since the last evaluation: nothing, or everything.
+
+        Compares every bit of what the potential reads, its ``info`` and ``arrays`` keys included
+        (``tol`` is there for ASE's signature and has no effect).
+        """
+        if self._system is None:
+            return list(all_changes)
+        try:
+            unchanged = self._system.same_as(System.from_atoms(atoms, self.potential))
+        except ValueError:
+            unchanged = False
+        return [] if unchanged else list(all_changes)
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = tuple(all_changes),
+    ) -> None:
+        """Evaluate ``atoms``; one evaluation serves all properties. **Collective**.
+
+        Called by ASE when a cached result does not do.
+
+        Raises
+        ------
+        RuntimeError
+            If the calculator is closed.
+        ValueError, NonFiniteError
+            See the class.
+        """
+        target = atoms if atoms is not None else self.atoms
+        if target is None:
+            raise ValueError("no atoms to evaluate")
+        current = not self.check_state(target) and bool(self.results)
+        stresses = "stresses" in properties
+        if current and not (stresses and "stress" in self.results):
+            return
+        request = _STRESSES_ONLY if current else _EVALUATE_WITH_STRESSES if stresses else _EVALUATE
+        if not current:
+            self.reset()
+        system = self._agreed(target, request)
+        if not current:
+            self.results = dict(self.engine.evaluate(system))
+            self._system = system
+        if stresses and "stress" in self.results:
+            self.results["stresses"] = (
+                self.engine.per_atom_stresses() if len(system) else np.zeros((0, 6))
+            )
+        self.atoms = target.copy()
+
+    def partition_report(self, atoms: Atoms) -> list[RankLoad]:
+        """Return what every rank holds, without running the model. **Collective**.
+
+        Raises
+        ------
+        ValueError
+            As for an evaluation.
+        """
+        current = self._decomposition(atoms)
+        if current is None:
+            return [RankLoad(rank, 0, 0, 0) for rank in range(self.comm.size)]
+        mine = torch.tensor(
+            [[self.comm.rank, len(current.owned), len(current.ghosts), len(current.edge_centre)]]
+        )
+        return [RankLoad(*row) for row in self.comm.gather_rows(mine).tolist()]
+
+    def owners(self, atoms: Atoms) -> NDArray[np.int64]:
+        """Return the owning rank of each atom, (n,) int64. **Collective**.
+
+        Raises
+        ------
+        ValueError
+            As for an evaluation.
+        """
+        current = self._decomposition(atoms)
+        return np.zeros(0, dtype=np.int64) if current is None else current.owners.copy()
+
+    def _decomposition(self, atoms: Atoms) -> Decomposition | None:
+        """Return the decomposition of ``atoms``, None where there are none. Collective."""
+        system = self._agreed(atoms, _DECOMPOSE)
+        return self.engine.decomposition_for(system) if len(system) else None
+
+    def _agreed(self, atoms: Atoms, request: int) -> System:
+        if self._closed:
+            raise RuntimeError("this DistributedCalculator is closed")
+        system = agree(
+            atoms,
+            self.potential,
+            self.comm,
+            list_cutoff=self.engine.list_cutoff,
+            request=request,
+        )
+        self._warn_about_defaults(system)
+        return system
+
+    def todict(self, skip_default: bool = True) -> dict[str, object]:
+        """Return a description that trajectory files can store."""
+        return {"potential": self.potential.name, "skin": self.engine.skin}
+
+    def _warn_about_defaults(self, system: System) -> None:
+        for key in system.defaulted:
+            if key not in self._warned and self.comm.rank == 0:
+                default = self.potential.info_keys[key].default
+                _log.warning(
+                    "%s reads atoms.info[%r], which is not given: %g is used",
+                    self.potential.name,
+                    key,
+                    default,
+                )
+            self._warned.add(key)

@@ -1,0 +1,1 @@
+"""Who owns which atom, who needs a copy of it, and how rows move between ranks."""

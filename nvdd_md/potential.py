@@ -1,0 +1,167 @@
+"""The potential contract: what a wrapper declares about its model, and what it is given.
+
+A wrapper is written once, with the verbs of :mod:`nvdd_md.helpers`; it reads neighbours from the
+result of ``refresh_neighbors`` and self terms from its own rows, and never assumes that the two
+share an index space.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from nvdd_md.adapters import MethodAdapter
+
+
+class OutputKind(Enum):
+    """How one output of a forward is put together over ranks; never guessed from a shape."""
+
+    PER_NODE = "per node"
+    """One row per own row of the rank (n_own_rows, *F); gathered in the caller's order."""
+
+    SYSTEM_PARTIAL = "per system, partial"
+    """This rank's part of a per-system sum (n_systems, *F); added over ranks."""
+
+    SYSTEM_TOTAL = "per system, total"
+    """The same value on every rank (n_systems, *F), such as a ``system_sum`` over ranks."""
+
+    GLOBAL = "global"
+    """One value, the same on every rank."""
+
+
+@dataclass(frozen=True)
+class InfoKey:
+    """A global input that a potential reads from ``atoms.info``.
+
+    Attributes
+    ----------
+    default : float
+        Used, with one warning, where the caller gives none.
+    integer : bool
+        Whether other than whole numbers are refused.
+    """
+
+    default: float
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """What a rank's model sees: its own rows, the rows its edges read, and the edges.
+
+    Attributes
+    ----------
+    numbers : (n_own_rows,) int64
+        Atomic numbers of the rows a layer writes.
+    neighbour_numbers : (n_neighbour_rows,) int64
+        Atomic numbers of the rows that ``refresh_neighbors`` returns.
+    edge_centre : (n_edges,) int64
+        Index into the rows a layer writes; ascending.
+    edge_neighbour : (n_edges,) int64
+        Index into the rows that ``refresh_neighbors`` returns.
+    edge_vectors : (n_edges, 3), the potential's dtype, Å
+        ``(r_j - r_i) + S·cell``, from the centre to the neighbour; all shorter than the cutoff.
+        The leaf that the engine differentiates.
+    n_owned : int
+        Own rows that are atoms: all, or none where the only row is a dummy.
+    system : (n_own_rows,) int64
+        System of each own row.
+    n_systems : int
+    info : mapping of str to (n_systems,) tensor
+        The declared keys of ``atoms.info``, in the potential's dtype.
+    arrays : mapping of str to (n_own_rows, *F) tensor
+        The declared keys of ``atoms.arrays``.
+    cell : (3, 3) float64, Å
+    pbc : (3,) bool
+    """
+
+    numbers: Tensor
+    neighbour_numbers: Tensor
+    edge_centre: Tensor
+    edge_neighbour: Tensor
+    edge_vectors: Tensor
+    n_owned: int
+    system: Tensor
+    n_systems: int
+    info: Mapping[str, Tensor]
+    arrays: Mapping[str, Tensor]
+    cell: Tensor
+    pbc: Tensor
+
+    @property
+    def n_centre_rows(self) -> int:
+        """Rows a layer writes."""
+        return len(self.numbers)
+
+
+class Potential(ABC):
+    """Base class of all wrappers around a torch model.
+
+    A forward computes per-atom energies and never forces: the engine differentiates the edge
+    vectors. Subclasses set the attributes below and write :meth:`forward`.
+
+    Attributes
+    ----------
+    name : str
+    cutoff : float, Å
+        Length below which an edge exists.
+    exchanges : int
+        Feature refreshes in one forward (layers - 1 for a message-passing model).
+    dtype : torch.dtype
+        Of the edge vectors and the computation.
+    device : torch.device
+    elements : frozenset of int, or None
+        Atomic numbers the model knows; None: every element.
+    info_keys : mapping of str to InfoKey
+        Keys of ``atoms.info`` that the model reads.
+    array_keys : tuple of str
+        Keys of ``atoms.arrays`` that the model reads; the caller must give them.
+    outputs : mapping of str to OutputKind
+        Every output of the forward. ``energies`` (per node, eV) is the usual one; other names
+        become results of the calculator.
+    energy_terms : tuple of str
+        The outputs whose sum is the energy, eV. A replicated term (``SYSTEM_TOTAL``) must be an
+        output of its own, never added to a per-rank sum.
+    """
+
+    name: str
+    cutoff: float
+    exchanges: int = 0
+    dtype: torch.dtype = torch.float64
+    device: torch.device = torch.device("cpu")
+    elements: frozenset[int] | None = None
+    info_keys: Mapping[str, InfoKey] = {}
+    array_keys: tuple[str, ...] = ()
+    outputs: Mapping[str, OutputKind] = {"energies": OutputKind.PER_NODE}
+    energy_terms: tuple[str, ...] = ("energies",)
+
+    @property
+    def reach(self) -> float:
+        """How far an atom's position can influence another atom's energy, Å."""
+        return (self.exchanges + 1) * self.cutoff
+
+    @property
+    def dummy_element(self) -> int:
+        """Atomic number of the dummy row of a rank that owns nothing."""
+        return min(self.elements) if self.elements else 1
+
+    def adapters(self) -> Sequence[MethodAdapter]:
+        """Return the method replacements to install during a distributed forward."""
+        return ()
+
+    def to(self, device: torch.device) -> None:
+        """Move the model to ``device``."""
+        self.device = device
+
+    @abstractmethod
+    def forward(self, graph: LocalGraph) -> Mapping[str, Tensor]:
+        """Return the declared outputs for this rank's rows. Collective.
+
+        Must make the same exchanges in the same order on every rank, whatever it owns: also with
+        no edges, and with a dummy row only.
+        """
