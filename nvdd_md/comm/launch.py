@@ -1,0 +1,186 @@
+"""From "somebody started some processes" to a communicator.
+
+Nothing happens at import. :func:`world_communicator` makes the communicator of all ranks at
+its first call; :func:`as_communicator` takes what a caller has.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from nvdd_md.comm.ase_world import connect_ase_world
+from nvdd_md.comm.communicator import Communicator
+from nvdd_md.comm.detect import Launch, detect_launch
+from nvdd_md.comm.errors import CommError, LaunchError
+from nvdd_md.comm.excepthook import install_excepthook
+from nvdd_md.comm.resources import device_for, set_threads
+from nvdd_md.comm.serial import SerialCommunicator
+
+__all__ = [
+    "Launch",
+    "as_communicator",
+    "connect_ase_world",
+    "detect_launch",
+    "device_for",
+    "install_excepthook",
+    "set_threads",
+    "world_communicator",
+]
+
+_worlds: dict[str, Communicator] = {}
+_chosen: list[str] = []
+
+
+def world_communicator(backend: str = "auto") -> Communicator:
+    """Return the communicator of all ranks of the job. **Collective** at the first call.
+
+    It is made once per process and backend, and returned again.
+
+    Parameters
+    ----------
+    backend : {"auto", "mpi", "torch", "serial"}
+        "auto" takes torch.distributed when the program has initialised it or was started by
+        torchrun; MPI under an MPI launcher (with GPUs: torch.distributed, whose ranks and
+        addresses come from MPI); else this process alone, without loading MPI.
+
+    Raises
+    ------
+    LaunchError
+        When the launcher started more ranks than the message-passing library sees.
+    """
+    if backend not in ("auto", "mpi", "torch", "serial"):
+        raise ValueError(f"backend must be auto, mpi, torch or serial, got {backend!r}")
+    if backend == "auto":
+        if not _chosen:
+            _chosen.append(_choose_backend())
+        backend = _chosen[0]
+    if backend not in _worlds:
+        make: dict[str, Callable[[], Communicator]] = {
+            "mpi": _mpi_world,
+            "torch": _torch_world,
+            "serial": SerialCommunicator,
+        }
+        _worlds[backend] = make[backend]()
+    return _worlds[backend]
+
+
+def as_communicator(comm: object = None) -> Communicator:
+    """Return a communicator for what a caller passed. **Collective** at the first use of it.
+
+    Parameters
+    ----------
+    comm : None, Communicator, mpi4py communicator or ProcessGroup
+        None is the world.
+
+    Raises
+    ------
+    CommError
+        When this rank is not a member of it.
+    TypeError
+        When it is something else.
+    """
+    if comm is None:
+        return world_communicator()
+    if isinstance(comm, Communicator):
+        return comm
+    # A caller that has an mpi4py communicator has imported mpi4py.
+    mpi4py_mpi = sys.modules.get("mpi4py.MPI")
+    if mpi4py_mpi is not None and isinstance(comm, mpi4py_mpi.Comm):
+        return cast(Communicator, _mpi_module().MpiCommunicator(comm))
+    if dist.is_available():
+        if isinstance(comm, dist.ProcessGroup):
+            return cast(Communicator, _torch_module().TorchCommunicator(comm))
+        if type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER:
+            raise CommError(
+                "this rank is not a member of the process group it passed, so it must not make "
+                "a calculator on it"
+            )
+    raise TypeError(
+        "comm must be None, a Communicator, an mpi4py communicator or a torch.distributed "
+        f"ProcessGroup, got {type(comm).__name__}"
+    )
+
+
+def _choose_backend() -> str:
+    """Decide how the ranks of this job talk."""
+    if dist.is_available() and dist.is_initialized() and "torch" not in _worlds:
+        return "torch"
+    launch = detect_launch()
+    if launch is None or launch.size == 1:
+        return "mpi" if _mpi_world_size_so_far() > 1 else "serial"
+    if launch.launcher == "torchrun":
+        return "torch"
+    return "torch" if torch.cuda.is_available() else "mpi"
+
+
+def _mpi_world_size_so_far() -> int:
+    """Return the size of MPI's world when somebody has imported mpi4py.MPI, else 1."""
+    mpi4py_mpi = sys.modules.get("mpi4py.MPI")
+    if mpi4py_mpi is None or not mpi4py_mpi.Is_initialized():
+        return 1
+    return int(mpi4py_mpi.COMM_WORLD.size)
+
+
+def _mpi_world() -> Communicator:
+    """Return the communicator over MPI's world."""
+    mpi = _agreeing_mpi()
+    return cast(Communicator, mpi.MpiCommunicator(mpi.MPI.COMM_WORLD))
+
+
+def _agreeing_mpi() -> ModuleType:
+    """Return our MPI module, if MPI sees the ranks that the launcher started."""
+    launch = detect_launch()
+    started = (
+        ""
+        if launch is None
+        else (f"{launch.launcher} started {launch.size} ranks (this is rank {launch.rank}), but ")
+    )
+    try:
+        mpi = _mpi_module()
+    except ImportError as error:
+        raise LaunchError(
+            f"{started}MPI cannot be used: {error}. To run every process on its own, pass "
+            'backend="serial".'
+        ) from error
+    seen = int(mpi.MPI.COMM_WORLD.size)
+    if launch is not None and launch.size not in (None, seen) and launch.launcher != "torchrun":
+        library = mpi.MPI.Get_library_version().split("\n")[0].strip("\x00 \t")
+        raise LaunchError(
+            f"{started}mpi4py's MPI ({library}) sees a world of {seen}. mpi4py uses another MPI "
+            "than the launcher's. Start the job with the mpiexec of that MPI, or rebuild mpi4py "
+            "with the launcher's ('MPICC=mpicc pip install --no-binary mpi4py mpi4py'); with "
+            "srun, choose its MPI interface ('srun --mpi=pmi2' or '--mpi=pmix'). To run every "
+            'process on its own, pass backend="serial".'
+        )
+    return mpi
+
+
+def _torch_world() -> Communicator:
+    """Return the communicator over torch.distributed's default group, initialised if need be."""
+    if not dist.is_available():
+        raise LaunchError("this build of torch has no torch.distributed; use MPI")
+    if not dist.is_initialized():
+        start = import_module("nvdd_md.comm.torch_start")
+        launch = detect_launch()
+        if launch is not None and launch.launcher == "torchrun":
+            start.start_from_environment(launch)
+        elif launch is None and _mpi_world_size_so_far() == 1:
+            start.start_through(SerialCommunicator())
+        else:
+            start.start_through(_mpi_world())
+    return cast(Communicator, _torch_module().TorchCommunicator())
+
+
+def _mpi_module() -> ModuleType:
+    """Import the MPI backend, which initialises MPI."""
+    return import_module("nvdd_md.comm.mpi")
+
+
+def _torch_module() -> ModuleType:
+    """Import the torch.distributed backend, which some builds of torch cannot."""
+    return import_module("nvdd_md.comm.torch_dist")
