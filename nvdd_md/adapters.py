@@ -35,7 +35,9 @@ class MethodAdapter:
 def installed(adapters: Sequence[MethodAdapter]) -> Iterator[None]:
     """Install ``adapters`` inside the ``with`` block, and restore the classes afterwards.
 
-    Restored in reverse order, also after an exception; blocks may be nested.
+    Restored in reverse order, also after an exception; blocks may be nested. The originals are
+    looked up before anything is installed, so that a subclass inherits no replacement made here;
+    several adapters for the same method of the same class wrap each other, the last one outside.
 
     Raises
     ------
@@ -44,9 +46,9 @@ def installed(adapters: Sequence[MethodAdapter]) -> Iterator[None]:
     """
     undo: list[tuple[type, str, object]] = []
     try:
-        for adapter in adapters:
+        for adapter, method in zip(adapters, _replacements(adapters), strict=True):
             before = adapter.cls.__dict__.get(adapter.name, _MISSING)
-            setattr(adapter.cls, adapter.name, _replaced(adapter))
+            setattr(adapter.cls, adapter.name, method)
             undo.append((adapter.cls, adapter.name, before))
         yield
     finally:
@@ -57,8 +59,18 @@ def installed(adapters: Sequence[MethodAdapter]) -> Iterator[None]:
                 setattr(cls, name, before)
 
 
-def _replaced(adapter: MethodAdapter) -> Callable[..., object]:
-    original = getattr(adapter.cls, adapter.name, None)
+def _replacements(adapters: Sequence[MethodAdapter]) -> list[Callable[..., object]]:
+    """Return the method to install for each adapter."""
+    latest: dict[tuple[type, str], Callable[..., object]] = {}
+    methods = []
+    for adapter in adapters:
+        key = (adapter.cls, adapter.name)
+        latest[key] = _replaced(adapter, latest.get(key, getattr(*key, None)))
+        methods.append(latest[key])
+    return methods
+
+
+def _replaced(adapter: MethodAdapter, original: object) -> Callable[..., object]:
     if not callable(original):
         raise AttributeError(
             f"cannot adapt {adapter.cls.__module__}.{adapter.cls.__qualname__}.{adapter.name}: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ CELL_TOLERANCE = 1.0e-10
 
 _log = logging.getLogger(__name__)
 _OK, _FAILED = 0, 1
+_told: WeakSet[Communicator] = WeakSet()
 
 
 class DisagreementError(ValueError):
@@ -104,9 +106,11 @@ def _follow_rank_0(atoms: Atoms, system: System, comm: Communicator) -> System:
                 "Every rank must hold the same atoms (same input, same random seed)"
             )
     if comm.rank == 0:
-        _log.warning(
-            "positions differ between ranks by round-off; ranks above 0 follow rank 0 from here on"
-        )
+        if comm not in _told:
+            _log.warning(
+                "the ranks' atoms differ by round-off; ranks above 0 follow rank 0 from here on"
+            )
+        _told.add(comm)
         return system
     atoms.arrays["positions"][:] = leader.positions
     atoms.cell[:] = leader.cell

@@ -122,9 +122,11 @@ def system_sum(vals: Tensor, idx: Tensor, n: int, scope: Scope = Scope.OWNED) ->
     IndexError
         If an index lies outside [0, n) (checked for CPU tensors).
     ValueError
-        If ``vals`` and ``idx`` differ in length.
+        If ``vals`` and ``idx`` differ in length, or lack owned rows.
     """
     context = current_dd_context()
+    if len(vals) != len(idx):
+        raise ValueError(f"vals has {len(vals)} rows but idx has {len(idx)}")
     rows = _owned_rows(len(vals), context)
     partial = per_system_reduce(vals[rows], idx[rows], n)
     if scope is Scope.LOCAL:
@@ -137,7 +139,13 @@ def system_sum(vals: Tensor, idx: Tensor, n: int, scope: Scope = Scope.OWNED) ->
 def _owned_rows(n_rows: int, context: DDContext) -> slice:
     if context.policy is None or context.n_owned is None:
         return slice(0, n_rows)
-    return slice(context.owned_offset, context.owned_offset + context.n_owned)
+    stop = context.owned_offset + context.n_owned
+    if n_rows < stop:
+        raise ValueError(
+            f"system_sum on rank {context.rank} needs the {context.n_owned} owned rows up to row "
+            f"{stop}, but got {n_rows} rows"
+        )
+    return slice(context.owned_offset, stop)
 
 
 def per_system_reduce(vals: Tensor, idx: Tensor, n: int) -> Tensor:
@@ -145,8 +153,6 @@ def per_system_reduce(vals: Tensor, idx: Tensor, n: int) -> Tensor:
 
     Floating values are added in float64, and the result is float64.
     """
-    if len(vals) != len(idx):
-        raise ValueError(f"vals has {len(vals)} rows but idx has {len(idx)}")
     if idx.device.type == "cpu" and len(idx):
         low, high = int(idx.min()), int(idx.max())
         if low < 0 or high >= n:
@@ -195,6 +201,12 @@ def neighbor_refresh_adapters(
     always : bool
         False: only inside a compiled distributed region. True: in eager mode too.
     """
+    classes = dict.fromkeys(type(module) for module in modules)
+    return [MethodAdapter(cls, "forward", _folding(cls, output, always)) for cls in classes]
+
+
+def _folding(cls: type, output: int, always: bool) -> Callable[..., object]:
+    """Return a replacement of ``cls.forward`` that folds one output."""
 
     @distributed_method
     def fold_output(
@@ -205,7 +217,9 @@ def neighbor_refresh_adapters(
         **kw: object,
     ) -> object:
         result = original(instance, *args, **kw)
-        if not (always or torch.compiler.is_compiling()):
+        # A subclass that calls this forward from its own folds the output of its own.
+        wanted = type(instance) is cls and (always or torch.compiler.is_compiling())
+        if not wanted:
             return result
         if not isinstance(result, tuple):
             return scatter_to_owners(_as_tensor(result))
@@ -214,8 +228,7 @@ def neighbor_refresh_adapters(
         rebuild: Callable[..., object] = getattr(type(result), "_make", type(result))
         return rebuild(items)
 
-    classes = dict.fromkeys(type(module) for module in modules)
-    return [MethodAdapter(cls, "forward", fold_output) for cls in classes]
+    return fold_output
 
 
 def _as_tensor(value: object) -> Tensor:

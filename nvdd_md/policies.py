@@ -32,8 +32,13 @@ class HaloPolicy:
     def replicate(self, x: Tensor, context: DDContext) -> Tensor:
         """Return ``[own | ghost]``, or the same block with fresh ghosts if given a whole one."""
         routing = _routing(context)
+        if len(x) != routing.n_own_rows and len(x) < routing.n_rows:
+            raise ValueError(
+                f"refresh_neighbors on rank {context.rank} needs {routing.n_own_rows} own rows, or "
+                f"at least {routing.n_rows} own and ghost rows, but got {len(x)} rows"
+            )
         local = exchange.refresh(x[: routing.n_own_rows], routing, context.chain)
-        return _with_padding(local, x, routing)
+        return _with_padding(local, x)
 
     def fold(self, out: Tensor, context: DDContext) -> Tensor:
         """Add ghost rows into their owners and refresh; padding passes through."""
@@ -44,7 +49,7 @@ class HaloPolicy:
                 f"{routing.n_rows} in all, but got {len(out)} rows"
             )
         local = exchange.fold(out[: routing.n_rows], routing, context.chain)
-        return _with_padding(local, out, routing)
+        return _with_padding(local, out)
 
 
 def _routing(context: DDContext) -> HaloRouting:
@@ -53,13 +58,6 @@ def _routing(context: DDContext) -> HaloRouting:
     return context.routing
 
 
-def _with_padding(local: Tensor, given: Tensor, routing: HaloRouting) -> Tensor:
-    """Append the padding rows of ``given`` after checking that its row count makes sense."""
-    if len(given) == routing.n_own_rows or len(given) == routing.n_rows:
-        return local
-    if len(given) < routing.n_rows:
-        raise ValueError(
-            f"expected {routing.n_own_rows} own rows or at least {routing.n_rows} own and ghost "
-            f"rows, got {len(given)}"
-        )
-    return torch.cat((local, given[routing.n_rows :]))
+def _with_padding(local: Tensor, given: Tensor) -> Tensor:
+    """Append the padding rows of ``given``, if it has any."""
+    return local if len(given) <= len(local) else torch.cat((local, given[len(local) :]))

@@ -18,6 +18,12 @@ from nvdd_md.potential import InfoKey, Potential
 MAX_IMAGES = 20_000
 """Most periodic images of one atom within the cutoff before a cell is refused as absurd."""
 
+MAX_LENGTH = 1.0e8
+"""Å; coordinates and cell lengths above are refused: float64 resolves 1e-8 Å there."""
+
+MIN_LENGTH = 1.0e-8
+"""Å; a shorter periodic cell vector counts as zero."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -111,7 +117,7 @@ class System:
             For values that are not finite, a singular or absurd cell, or unknown elements; names
             the atoms.
         """
-        _check_finite(self.positions, self.numbers)
+        _check_positions(self.positions, self.numbers)
         _check_cell(self.cell, self.pbc, list_cutoff)
         _check_elements(self.numbers, potential)
 
@@ -140,23 +146,30 @@ def _array_value(atoms: Atoms, key: str) -> NDArray[np.generic]:
     return np.array(atoms.arrays[key])
 
 
-def _check_finite(positions: FloatArray, numbers: IntArray) -> None:
-    bad = np.flatnonzero(~np.isfinite(positions).all(axis=1))
-    if len(bad):
-        first = int(bad[0])
-        raise ValueError(
-            f"positions of {len(bad)} atom(s) are not finite; the first is "
-            f"{describe(first, numbers)} at {positions[first].tolist()} Å"
-        )
+def _check_positions(positions: FloatArray, numbers: IntArray) -> None:
+    finite = np.isfinite(positions).all(axis=1)
+    near = (np.abs(positions) <= MAX_LENGTH).all(axis=1)
+    far = f"more than {MAX_LENGTH:g} Å away from the origin"
+    for accepted, fault in ((finite, "not finite"), (near, far)):
+        bad = np.flatnonzero(~accepted)
+        if len(bad):
+            first = int(bad[0])
+            raise ValueError(
+                f"positions of {len(bad)} atom(s) are {fault}; the first is "
+                f"{describe(first, numbers)} at {positions[first].tolist()} Å"
+            )
 
 
 def _check_cell(cell: FloatArray, pbc: BoolArray, list_cutoff: float) -> None:
     if not np.isfinite(cell).all():
         raise ValueError(f"the cell is not finite: {cell.tolist()} Å")
-    periodic = cell[pbc]
-    lengths = np.linalg.norm(cell, axis=1)
+    lengths = np.hypot.reduce(cell, axis=1)
     text = "cell lengths " + ", ".join(f"{length:.6g}" for length in lengths) + " Å"
-    if len(periodic) and (lengths[pbc].min() == 0.0 or _is_singular(periodic)):
+    if lengths.max() > MAX_LENGTH:
+        raise ValueError(f"the cell is too large: {text}, at most {MAX_LENGTH:g} Å are accepted")
+    if not pbc.any():
+        return
+    if lengths[pbc].min() < MIN_LENGTH or _is_singular(cell[pbc] / lengths[pbc, None]):
         raise ValueError(
             f"the periodic cell vectors are singular (zero or linearly dependent): {text}, "
             f"pbc {pbc.tolist()}, cell {cell.tolist()}"
@@ -170,9 +183,8 @@ def _check_cell(cell: FloatArray, pbc: BoolArray, list_cutoff: float) -> None:
         )
 
 
-def _is_singular(vectors: FloatArray) -> bool:
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return float(np.linalg.svd(unit, compute_uv=False)[-1]) < 1.0e-10
+def _is_singular(unit_vectors: FloatArray) -> bool:
+    return float(np.linalg.svd(unit_vectors, compute_uv=False)[-1]) < 1.0e-10
 
 
 def _check_elements(numbers: IntArray, potential: Potential) -> None:

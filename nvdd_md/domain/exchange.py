@@ -54,7 +54,7 @@ def refresh(own: Tensor, routing: HaloRouting, chain: TokenChain) -> Tensor:
     chain : TokenChain
         Advanced by one link.
     """
-    if not own.is_floating_point():
+    if not _is_differentiable(own):
         return torch.cat((own, routing.ghosts(own)))
     local: Tensor
     local, chain.token = _Refresh.apply(own, chain.token, routing)  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def fold(local: Tensor, routing: HaloRouting, chain: TokenChain) -> Tensor:
 
 def sum_over_ranks(x: Tensor, comm: Communicator, chain: TokenChain) -> Tensor:
     """Return ``x`` summed over ranks, the same bits on each. Collective, differentiable."""
-    if not x.is_floating_point():
+    if not _is_differentiable(x):
         return comm.sum(x)
     total: Tensor
     total, chain.token = _Sum.apply(x, chain.token, comm)  # type: ignore[no-untyped-call]
@@ -94,6 +94,10 @@ class _Routed(Protocol):
 
 class _Summed(Protocol):
     comm: Communicator
+
+
+def _is_differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 class _Refresh(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ase.geometry import complete_cell
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
@@ -35,8 +34,18 @@ class Lattice:
     def from_cell(cls, cell: FloatArray, pbc: BoolArray) -> Lattice:
         """Build from a caller's ``cell`` (3, 3) in Å and ``pbc`` (3,)."""
         vectors = np.array(cell, dtype=np.float64)
-        vectors[~pbc] = 0.0
-        return cls(np.ascontiguousarray(complete_cell(vectors)), np.array(pbc, dtype=bool))
+        periodic = np.flatnonzero(pbc)
+        if len(periodic) == 0:
+            vectors = np.eye(3)
+        elif len(periodic) == 1:
+            axis = int(periodic[0])
+            following = _perpendicular(vectors[axis], axis)
+            vectors[(axis + 1) % 3] = following
+            vectors[(axis + 2) % 3] = _unit(np.cross(vectors[axis], following))
+        elif len(periodic) == 2:
+            axis = int(np.flatnonzero(~np.asarray(pbc))[0])
+            vectors[axis] = _unit(np.cross(vectors[axis - 2], vectors[axis - 1]))
+        return cls(vectors, np.array(pbc, dtype=bool))
 
     @property
     def heights(self) -> FloatArray:
@@ -57,3 +66,19 @@ class Lattice:
             column = fractional[:, axis] - np.floor(fractional[:, axis])
             fractional[:, axis] = np.where(column >= 1.0, 0.0, column)
         return fractional
+
+
+def _perpendicular(vector: FloatArray, axis: int) -> FloatArray:
+    """Return a unit vector perpendicular to ``vector``, the direction of lattice axis ``axis``.
+
+    It changes little when ``vector`` does (an SVD's null space would turn at will, and every
+    strained wire would look as if its atoms had moved): made from the first Cartesian axis that is
+    not nearly parallel, with a limit that no direction of high symmetry is close to.
+    """
+    direction = _unit(vector)
+    start = next(k % 3 for k in (axis + 1, axis + 2, axis) if abs(direction[k % 3]) < 0.65)
+    return _unit(np.eye(3)[start] - direction[start] * direction)
+
+
+def _unit(vector: FloatArray) -> FloatArray:
+    return np.asarray(vector / np.linalg.norm(vector))

@@ -8,14 +8,18 @@ compared lexicographically: it can divide a lattice plane, or a pile of atoms at
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from nvdd_md.domain.lattice import FloatArray, IntArray, Lattice
 
-KEY_RESOLUTION = 1.0e-6
-"""Å; coordinates in cut keys are multiples of this, so that round-off cannot shuffle a plane."""
+KEY_RESOLUTION = math.pi / 3.0 * 1.0e-6
+"""Å; coordinates in cut keys are multiples of this, so that round-off cannot shuffle a plane.
+
+No round number: a lattice plane at a decimal coordinate must not lie halfway between two multiples.
+"""
 
 _NO_ATOM = np.iinfo(np.int64).max
 
