@@ -28,9 +28,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     atoms = crystal(options.model, options.repeat)
     atoms.calc = calculator(options)
-    thermalize_momenta(
-        atoms, temperature_K=options.temperature, rng=np.random.default_rng(1)
-    )
+    thermalize_momenta(atoms, temperature_K=options.temperature, rng=np.random.default_rng(1))
     dynamics = VelocityVerlet(atoms, timestep=1.0 * units.fs)
     dynamics.run(options.warmup)
     distributed = isinstance(atoms.calc, DistributedCalculator)

@@ -221,7 +221,8 @@ class DistributedCalculator(Calculator):
         if current is None:
             return [RankLoad(rank, 0, 0, 0) for rank in range(self.comm.size)]
         mine = torch.tensor(
-            [[self.comm.rank, len(current.owned), len(current.ghosts), len(current.edge_centre)]]
+            [[self.comm.rank, len(current.owned), len(current.ghosts), len(current.edge_centre)]],
+            device="cpu",
         )
         return [RankLoad(*row) for row in self.comm.gather_rows(mine).tolist()]
 

@@ -102,13 +102,13 @@ def _pair_energy(r2: Tensor, sigma2: Tensor, epsilon: Tensor) -> Tensor:
 def _table(values: PerElement, name: str) -> Tensor:
     """Return ``values`` by atomic number, (119,) float64."""
     if not isinstance(values, Mapping):
-        table = torch.full((119,), float(values), dtype=torch.float64)
+        table = torch.full((119,), float(values), dtype=torch.float64, device="cpu")
         given = [float(values)]
     else:
         unknown = sorted(set(values) - set(atomic_numbers))
         if unknown or not values:
             raise ValueError(f"{name} must map chemical symbols to numbers, got {dict(values)}")
-        table = torch.zeros(119, dtype=torch.float64)
+        table = torch.zeros(119, dtype=torch.float64, device="cpu")
         for symbol, value in values.items():
             table[atomic_numbers[symbol]] = value
         given = [float(value) for value in values.values()]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from ase import Atoms, units
 from ase.io import read
-from ase.md.velocitydistribution import thermalize_momenta, Stationary
+from ase.md.velocitydistribution import Stationary, thermalize_momenta
 from ase.md.verlet import VelocityVerlet
 
 from nvdd_md.calculators import DistributedCalculator

@@ -51,12 +51,15 @@ class EdgeGradients:
     vectors, gradients : (n_edges, 3) float64, Å and eV/Å
     centre, neighbour : (n_edges,) int64
         Local rows.
+    decomposition : Decomposition
+        The one that the rows belong to.
     """
 
     vectors: Tensor
     gradients: Tensor
     centre: Tensor
     neighbour: Tensor
+    decomposition: Decomposition
 
 
 class ForceEngine:
@@ -141,7 +144,8 @@ class ForceEngine:
             return _nothing(self.potential, system)
         with self.times.measure("neighbours"):
             decomposition = self.decomposition_for(system)
-        with self._nobody_left_waiting():
+        # The caller may be inside torch.no_grad() or torch.inference_mode().
+        with self._nobody_left_waiting(), torch.inference_mode(False), torch.enable_grad():
             with self.times.measure("graph"):
                 graph, vectors = self._local_graph(system, decomposition)
             local = self._evaluate_local(graph, vectors, decomposition)
@@ -157,9 +161,10 @@ class ForceEngine:
         volume: the rows add up to the stress. (This is not the heat-flux virial of many-body
         models.)
         """
-        edges, decomposition, volume = self._edge_gradients, self.decomposition, self._volume
-        if edges is None or decomposition is None or volume is None:
+        edges, volume = self._edge_gradients, self._volume
+        if edges is None or volume is None:
             raise RuntimeError("no evaluation with a volume to take stresses from")
+        decomposition = edges.decomposition
         with self._nobody_left_waiting():
             outer = edges.vectors[:, :, None] * edges.gradients[:, None, :]
             virials = (0.25 * (outer + outer.transpose(1, 2)))[:, VOIGT[0], VOIGT[1]]
@@ -227,11 +232,7 @@ class ForceEngine:
             chain=TokenChain(graph.edge_vectors),
         )
         replaced = self.potential.adapters() if distributed else ()
-        with (
-            torch.enable_grad(),
-            adapters.installed(replaced),
-            context.active(forward_context),
-        ):
+        with adapters.installed(replaced), context.active(forward_context):
             with self.times.measure("forward"):
                 outputs = self.potential.forward(graph)
                 _check_outputs(outputs, graph, self.potential)
@@ -243,7 +244,7 @@ class ForceEngine:
             _add_rows(forces, graph.edge_neighbour, -gradients)
             own_forces = _collect_ghosts(forces, decomposition)
         self._edge_gradients = EdgeGradients(
-            vectors, gradients, graph.edge_centre, graph.edge_neighbour
+            vectors, gradients, graph.edge_centre, graph.edge_neighbour, decomposition
         )
         detached = {name: outputs[name].detach() for name in self.potential.outputs}
         return LocalResults(detached, own_forces, vectors.T @ gradients)

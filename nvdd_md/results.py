@@ -121,11 +121,14 @@ def _gather(
     rows : dict of (n_atoms, *F), in the caller's order
     """
     n_owned = decomposition.routing.n_owned
-    head = _flat([value.reshape(1, -1) for value in heads.values()], 1)
-    body = _flat(
-        [value.flatten(1) if value.dim() > 1 else value[:, None] for value in rows.values()],
-        decomposition.routing.n_own_rows,
-    )[:n_owned]
+    head = torch.cat([value.reshape(1, -1).to(torch.float64) for value in heads.values()], 1)
+    body = torch.cat(
+        [
+            value[:n_owned].reshape(n_owned, value[0].numel()).to(torch.float64)
+            for value in rows.values()
+        ],
+        1,
+    )
     n_head, n_columns = head.shape[1], body.shape[1]
     owned_counts = np.bincount(decomposition.owners, minlength=comm.size)
     counts = n_head + owned_counts * n_columns
@@ -137,12 +140,6 @@ def _gather(
     by_id = np.empty_like(ordered)
     by_id[np.argsort(decomposition.owners, kind="stable")] = ordered
     return _unpack(all_heads, heads, 0), _unpack(by_id, rows, 1)
-
-
-def _flat(parts: list[Tensor], n_rows: int) -> Tensor:
-    if not parts:
-        return torch.zeros((n_rows, 0), dtype=torch.float64)
-    return torch.cat([part.to(torch.float64) for part in parts], dim=1)
 
 
 def _unpack(table: FloatArray, like: Mapping[str, Tensor], skip: int) -> dict[str, FloatArray]:

@@ -90,7 +90,7 @@ class ByteCommunicator(Communicator):
         """Send ``counts[r]`` to each rank r; return what each rank sent here. **Collective**."""
         if len(counts) != self.size:
             raise ValueError(f"{self._who()}: {self.size} counts expected, got {len(counts)}")
-        send = torch.tensor(list(counts), dtype=torch.int64)
+        send = torch.tensor(list(counts), dtype=torch.int64, device="cpu")
         recv = torch.empty_like(send)
         self._count_collective(8 * self.size)
         self._alltoall(as_bytes(send), as_bytes(recv))
@@ -152,11 +152,11 @@ class ByteCommunicator(Communicator):
 
     def _gather_pickled(self, payload: bytes) -> list[T]:
         """Gather byte strings and unpickle them, uncounted."""
-        length = torch.tensor([len(payload)], dtype=torch.int64)
-        lengths = torch.empty(self.size, dtype=torch.int64)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+        lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self._allgather(as_bytes(length), as_bytes(lengths))
         sizes = [int(n) for n in lengths.tolist()]
-        gathered = torch.empty(sum(sizes), dtype=torch.uint8)
+        gathered = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         self._allgatherv(_from_buffer(payload), gathered, sizes)
         joined = gathered.numpy().tobytes()
         ends = list(accumulate(sizes))
@@ -169,9 +169,9 @@ class ByteCommunicator(Communicator):
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if self.rank == root else b""
         self._count_collective(8 if self.rank == root else 0)
         self._count_collective(len(payload))
-        length = torch.tensor([len(payload)], dtype=torch.int64)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
         self._broadcast(as_bytes(length), root)
-        buffer = torch.empty(int(length), dtype=torch.uint8)
+        buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         if self.rank == root:
             buffer = _from_buffer(payload)
         self._broadcast(buffer, root)
@@ -242,7 +242,7 @@ def _row_bytes(rows: Tensor) -> int:
 def _from_buffer(payload: bytes) -> Tensor:
     """Return the bytes as a tensor (a copy: bytes are read-only, tensors are not)."""
     if not payload:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 

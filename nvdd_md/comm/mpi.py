@@ -126,10 +126,10 @@ class MpiCommunicator(ByteCommunicator):
         if self._cuda_aware:
             torch.cuda.current_stream(send.device).synchronize()
             return send, recv, _nothing
-        staged_send = torch.empty(send.shape, dtype=torch.uint8, pin_memory=True)
+        staged_send = torch.empty(send.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged_send.copy_(send)
         # The receive buffer is staged with its content: this rank's own block is in it.
-        staged_recv = torch.empty(recv.shape, dtype=torch.uint8, pin_memory=True)
+        staged_recv = torch.empty(recv.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged_recv.copy_(recv)
         return staged_send.numpy(), staged_recv.numpy(), lambda: recv.copy_(staged_recv)
 

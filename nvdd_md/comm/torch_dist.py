@@ -139,7 +139,9 @@ class TorchCommunicator(ByteCommunicator):
         self._count_collective(0)
         if timeout_s is None:
             # Not dist.barrier(): with NCCL that is a kernel on some device.
-            self._allgather(torch.zeros(1, dtype=torch.uint8), torch.zeros(self.size).byte())
+            self._allgather(
+                *(torch.zeros(n, dtype=torch.uint8, device="cpu") for n in (1, self.size))
+            )
             return
         # Through the store, because a timeout inside gloo breaks all its connections.
         store = _get_default_store()

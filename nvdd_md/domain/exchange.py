@@ -40,7 +40,7 @@ class TokenChain:
     """
 
     def __init__(self, leaf: Tensor | None = None) -> None:
-        self.token = torch.zeros(0) if leaf is None else leaf.reshape(-1)[:0]
+        self.token = torch.zeros(0, device="cpu") if leaf is None else leaf.reshape(-1)[:0]
 
 
 def refresh(own: Tensor, routing: HaloRouting, chain: TokenChain) -> Tensor:
