@@ -27,6 +27,7 @@ from domain_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvdd_md.domain import neighbors
 from nvdd_md.domain.neighbors import candidates, find_edges
 
 RANKS = (1, 2, 3, 5)
@@ -130,13 +131,32 @@ def test_order_does_not_depend_on_when_the_list_was_built(name):
         np.testing.assert_array_equal(rows_of(kept)[near], rows_of(fresh))
 
 
-def test_order_survives_shifts_that_do_not_fit_into_one_integer():
-    # Two atoms in a cell that is thinner than the cutoff, two more very many cells away.
+def test_order_does_not_depend_on_the_order_in_which_pairs_are_found(monkeypatch):
+    rng = np.random.default_rng(0)
+    pairs = neighbors._pairs
+
+    def in_any_order(*args):
+        found = pairs(*args)
+        order = rng.permutation(len(found[0]))
+        return tuple(array[order] for array in found)
+
+    for name in ("pbc xyz, many atoms", "needle", "two atoms", "unwrapped"):
+        case = ODD[name]
+        first = rows_of(all_edges(case.positions, case.lattice, case.cutoff))
+        with monkeypatch.context() as patch:
+            patch.setattr(neighbors, "_pairs", in_any_order)
+            again = rows_of(all_edges(case.positions, case.lattice, case.cutoff))
+        np.testing.assert_array_equal(again, first)
+
+
+def test_order_survives_shifts_that_do_not_fit_into_one_integer(monkeypatch):
+    # Atoms in very distant images of a cell that is thinner than the cutoff.
+    rng = np.random.default_rng(0)
     cell = np.eye(3) * 2.0
-    positions = np.random.default_rng(0).uniform(0.0, 2.0, (4, 3))
-    far = np.array([0, 0, 1, -1])[:, None] * np.array([1, 1, 1]) * 5_000_000
-    case = Case(positions + far @ cell, cell, PERIODIC, 3.5)
-    assert np.ptp(ase_edges(case.positions, case.lattice, case.cutoff)[:, 2:], axis=0).min() > 9e6
+    far = rng.integers(-700_000_000, 700_000_000, (8, 3))
+    case = Case((rng.uniform(0.0, 1.0, (8, 3)) + far) @ cell, cell, PERIODIC, 3.5)
+    pairs = neighbors._pairs
+    monkeypatch.setattr(neighbors, "_pairs", lambda *args: tuple(a[::-1] for a in pairs(*args)))
     for n_ranks in (1, 2, 4):
         owners = owners_of(case, n_ranks)
         for edges in edges_by_rank(case, owners, n_ranks):

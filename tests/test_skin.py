@@ -197,6 +197,15 @@ def test_what_ends_a_list():
     assert not decomposition.covers(jumped, lattice)
 
 
+def test_an_axis_that_is_opened_ends_a_list_also_where_no_vector_changes():
+    cell = np.diag([7.0, 7.0, 1.0])
+    positions = np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 0.5]])
+    decomposition = decomposition_of(positions, lattice_of(cell, PERIODIC))
+    opened = lattice_of(cell, (True, True, False))
+    np.testing.assert_array_equal(opened.vectors, cell)
+    assert not decomposition.covers(positions, opened)
+
+
 def test_one_atom_feels_only_its_cell():
     cell = np.diag([2.5, 2.5, 2.5])
     decomposition = decomposition_of(np.zeros((1, 3)), lattice_of(cell, PERIODIC))
