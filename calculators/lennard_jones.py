@@ -37,8 +37,8 @@ class LennardJones(Potential):
     Raises
     ------
     ValueError
-        If a parameter is not positive, ``ro`` is not below ``rc``, a symbol is unknown, or the two
-        mappings name different elements.
+        If a parameter is not positive and finite, ``ro`` is not below ``rc``, a symbol is unknown,
+        or the two mappings name different elements.
     """
 
     def __init__(
@@ -112,6 +112,6 @@ def _table(values: PerElement, name: str) -> Tensor:
         for symbol, value in values.items():
             table[atomic_numbers[symbol]] = value
         given = [float(value) for value in values.values()]
-    if min(given) <= 0.0:
-        raise ValueError(f"{name} must be positive, got {values}")
+    if not all(0.0 < value < float("inf") for value in given):
+        raise ValueError(f"{name} must be positive and finite, got {values}")
     return table
