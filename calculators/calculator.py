@@ -33,6 +33,7 @@ DEFAULT_SKIN = 0.5
 _log = logging.getLogger(__name__)
 
 _STANDARD = ("energy", "free_energy", "energies", "forces", "stress", "stresses")
+_COMPUTED = ("energy", "free_energy", "forces", "stress", "stresses")
 _EVALUATE, _EVALUATE_WITH_STRESSES, _STRESSES_ONLY, _DECOMPOSE = range(4)
 
 
@@ -85,8 +86,10 @@ class DistributedCalculator(Calculator):
     Raises
     ------
     ValueError
-        On all ranks alike: values that are not finite, unknown elements, a singular cell, or (as
-        ``DisagreementError``) ranks that hold different systems. The calculator stays usable.
+        For a negative skin, unknown axes, or a potential whose outputs have reserved names. In an
+        evaluation, on all ranks alike: values that are not finite, unknown elements, a singular
+        cell, or (as ``DisagreementError``) ranks that hold different systems. The calculator stays
+        usable.
     NonFiniteError
         On all ranks: the model returned NaN or inf.
     """
@@ -106,6 +109,12 @@ class DistributedCalculator(Calculator):
             raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
         if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
             raise ValueError(f"cut_axes must name some of the axes 0, 1, 2, got {cut_axes!r}")
+        reserved = sorted(set(potential.outputs) & set(_COMPUTED))
+        if reserved:
+            raise ValueError(
+                f"{potential.name} declares outputs named {reserved}: the engine computes these "
+                "itself, from the energy terms and their gradient"
+            )
         self.potential = potential
         self.comm = as_communicator(comm)
         if comm is None:

@@ -33,6 +33,11 @@ class TwoHop(Potential):
     elements : sequence of int, or None
         Atomic numbers to accept; None: all.
     dtype : torch.dtype
+
+    Raises
+    ------
+    ValueError
+        If ``rc`` is not positive.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class TwoHop(Potential):
         elements: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
+        if not rc > 0.0:
+            raise ValueError(f"rc must be a length > 0 Å, got {rc}")
         self.name = "two-hop"
         self.cutoff = rc
         self.exchanges = 1

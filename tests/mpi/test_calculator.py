@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from typing import ClassVar
 
 import numpy as np
 import oracle
@@ -621,6 +622,21 @@ def test_looking_at_another_partition_leaves_results_alone(comm, calculator, ato
     atoms.get_forces()
     calculator.partition_report(STRUCTURES["molecule_in_a_huge_box"]())
     assert_near(atoms.get_stresses(), wanted.stresses, 1e-12)
+
+
+def test_refused_at_the_start(comm):
+    class Named(TwoHop):
+        outputs: ClassVar = {"energies": OutputKind.PER_NODE, "forces": OutputKind.PER_NODE}
+
+    with pytest.raises(ValueError, match=r"declares outputs named \['forces'\]"):
+        distributed(Named(), comm)
+    with pytest.raises(ValueError, match="rc must be a length > 0"):
+        TwoHop(rc=0.0)
+    for skin in (-0.1, np.nan):
+        with pytest.raises(ValueError, match="skin must be a length"):
+            DistributedCalculator(TwoHop(), comm, skin=skin)
+    with pytest.raises(ValueError, match="cut_axes must name"):
+        DistributedCalculator(TwoHop(), comm, cut_axes=(3,))
 
 
 def test_no_atoms_to_evaluate(comm):
