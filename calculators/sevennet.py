@@ -168,8 +168,6 @@ class SevenNet(Potential):
         ``"7net-mf-0"``.
     dtype : torch.dtype
         float32 or float64, for parameters and computation alike.
-    device : str or torch.device
-        Where the model stands until a calculator moves it.
 
     Raises
     ------
@@ -187,7 +185,6 @@ class SevenNet(Potential):
         *,
         modal: str | None = None,
         dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"SevenNet computes in torch.float32 or torch.float64, not in {dtype}")
@@ -199,7 +196,6 @@ class SevenNet(Potential):
         self.exchanges = self.network.n_convolutions - 1
         self.elements = frozenset(int(number) for number in loaded.type_map)
         self.dtype = dtype
-        self.to(torch.device(device))
 
     def to(self, device: torch.device) -> None:
         """Move the model to ``device``."""
