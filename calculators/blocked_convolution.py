@@ -191,10 +191,11 @@ class TensorProductSum(nn.Module):
         For tensor products of another kind.
     """
 
-    def __init__(self, convolution: Foreign) -> None:
+    def __init__(self, convolution: object) -> None:
         super().__init__()
-        product = convolution.convolution
-        *hidden, last = convolution.weight_nn.children()
+        given: Foreign = convolution
+        product = given.convolution
+        *hidden, last = given.weight_nn.children()
         modes = {instruction.connection_mode for instruction in product.instructions}
         made = [instruction.i_out for instruction in product.instructions]
         one_each = sorted(made) == list(range(len(product.irreps_out)))
@@ -207,7 +208,7 @@ class TensorProductSum(nn.Module):
         self.sources = _channels_and_dims(product.irreps_in1)
         self.outputs = _channels_and_dims(product.irreps_out)
         mixing = last(torch.eye(len(last.weight), dtype=last.weight.dtype))
-        groups = _groups(product, mixing, float(convolution.denominator))
+        groups = _groups(product, mixing, float(given.denominator))
         self.groups: Sequence[PathGroup] = nn.ModuleList(groups)  # type: ignore[assignment]
 
     def forward(
@@ -357,7 +358,7 @@ class Convolution(nn.Module):
         The one whose function it computes.
     """
 
-    def __init__(self, convolution: Foreign) -> None:
+    def __init__(self, convolution: object) -> None:
         super().__init__()
         self.product = TensorProductSum(convolution)
 

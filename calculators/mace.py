@@ -58,20 +58,21 @@ class Network(nn.Module):
     own_energies: Tensor
     first_read: Tensor
 
-    def __init__(self, model: Foreign, head: int) -> None:
+    def __init__(self, model: object, head: int) -> None:
         super().__init__()
-        model.eval().requires_grad_(False)
+        given: Foreign = model
+        given.eval().requires_grad_(False)
         self.model, self.head = model, head
-        numbers = model.atomic_numbers
+        numbers = given.atomic_numbers
         species = torch.full((int(numbers.max()) + 1,), -1)
         species[numbers.cpu()] = torch.arange(len(numbers))
         self.register_buffer("species", species)
-        self.register_buffer("one_hot", torch.eye(len(numbers)).to(model.r_max))
-        self.register_buffer("own_energies", model.atomic_energies_fn(self.one_hot)[:, head])
+        self.register_buffer("one_hot", torch.eye(len(numbers)).to(given.r_max))
+        self.register_buffer("own_energies", given.atomic_energies_fn(self.one_hot)[:, head])
 
-        self.interactions = nn.ModuleList(interaction_of(block) for block in model.interactions)
-        self.products = nn.ModuleList(Product(block) for block in model.products)
-        self.conditions = tuple(getattr(model, "embedding_specs", None) or ())
+        self.interactions = nn.ModuleList(interaction_of(block) for block in given.interactions)
+        self.products = nn.ModuleList(Product(block) for block in given.products)
+        self.conditions = tuple(getattr(given, "embedding_specs", None) or ())
         if not self.conditions:
             read, kept = self._per_element({})
             self.register_buffer("first_read", read)

@@ -57,7 +57,7 @@ class Interaction(nn.Module):
 
     block: Foreign
 
-    def __init__(self, block: Foreign) -> None:
+    def __init__(self, block: object) -> None:
         super().__init__()
         self.block = block
         self.convolution = _convolution(block)
@@ -158,11 +158,12 @@ class NonLinearInteraction(Interaction):
     source_table: Tensor
     target_table: Tensor
 
-    def __init__(self, block: Foreign) -> None:
+    def __init__(self, block: object) -> None:
         super().__init__(block)
-        one_hot = torch.eye(block.node_attrs_irreps.dim).to(block.alpha)
-        self.register_buffer("source_table", block.source_embedding(one_hot))
-        self.register_buffer("target_table", block.target_embedding(one_hot))
+        given: Foreign = block
+        one_hot = torch.eye(given.node_attrs_irreps.dim).to(given.alpha)
+        self.register_buffer("source_table", given.source_embedding(one_hot))
+        self.register_buffer("target_table", given.target_embedding(one_hot))
 
     def prepare(self, features: Tensor, attrs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See the base class."""
@@ -198,7 +199,7 @@ INTERACTIONS: Mapping[str, type[Interaction]] = {
 """How each class of interaction blocks is evaluated."""
 
 
-def interaction_of(block: Foreign) -> Interaction:
+def interaction_of(block: object) -> Interaction:
     """Return what evaluates an interaction ``block`` of a MACE model, by its class."""
     name = type(block).__name__
     if name not in INTERACTIONS:
@@ -219,10 +220,11 @@ class ModelConvolution(nn.Module):
     weights: Foreign
     product: Foreign
 
-    def __init__(self, block: Foreign) -> None:
+    def __init__(self, block: object) -> None:
         super().__init__()
-        self.weights, self.product = block.conv_tp_weights, block.conv_tp
-        self.fused = hasattr(block, "conv_fusion")
+        given: Foreign = block
+        self.weights, self.product = given.conv_tp_weights, given.conv_tp
+        self.fused = hasattr(given, "conv_fusion")
 
     def forward(
         self,

@@ -34,11 +34,12 @@ class SymmetricProduct(nn.Module):
     pairs: Tensor
     contractions: Foreign
 
-    def __init__(self, contractions: Foreign) -> None:
+    def __init__(self, contractions: object) -> None:
         super().__init__()
+        given: Foreign = contractions
         self.contractions = contractions
-        self.order = int(contractions[0].correlation)
-        n = int(contractions[0].U_tensors(1).shape[-2])
+        self.order = int(given[0].correlation)
+        n = int(given[0].U_tensors(1).shape[-2])
         self.register_buffer("pairs", torch.triu_indices(n, n))
         self._coefficients: dict[int, Tensor] = {}
 
@@ -114,13 +115,14 @@ class Product(nn.Module):
 
     block: Foreign
 
-    def __init__(self, block: Foreign) -> None:
+    def __init__(self, block: object) -> None:
         super().__init__()
+        given: Foreign = block
         self.block = block
-        contractions = getattr(block.symmetric_contractions, "contractions", None)
+        contractions = getattr(given.symmetric_contractions, "contractions", None)
         known = contractions is not None and contractions[0].correlation <= 3
         self.product = SymmetricProduct(contractions) if known else None
-        self.agnostic = getattr(block, "use_agnostic_product", False)
+        self.agnostic = getattr(given, "use_agnostic_product", False)
 
     def forward(
         self, messages: Tensor, skip: Tensor | None, species: Tensor, attrs: Tensor

@@ -40,17 +40,18 @@ class Network(nn.Module):
     species: Tensor
     first_features: Tensor
 
-    def __init__(self, model: Foreign, modal: str | None, dtype: torch.dtype) -> None:
+    def __init__(self, model: object, modal: str | None, dtype: torch.dtype) -> None:
         super().__init__()
+        given: Foreign = model
         # A plain tensor where it is not trainable, which `to` would not move.
-        basis = model.edge_embedding.basis_function
+        basis = given.edge_embedding.basis_function
         basis.coeffs = nn.Parameter(torch.as_tensor(basis.coeffs))
-        model.set_is_batch_data(False)
-        model.to(dtype).eval().requires_grad_(False)
-        self.cutoff = float(model.cutoff)
-        self.edge_embedding = model.edge_embedding
-        species = torch.full((max(model.type_map) + 1,), -1)
-        species[list(model.type_map)] = torch.tensor(list(model.type_map.values()))
+        given.set_is_batch_data(False)
+        given.to(dtype).eval().requires_grad_(False)
+        self.cutoff = float(given.cutoff)
+        self.edge_embedding = given.edge_embedding
+        species = torch.full((max(given.type_map) + 1,), -1)
+        species[list(given.type_map)] = torch.tensor(list(given.type_map.values()))
         self.register_buffer("species", species)
 
         before, after = _divided(model)
