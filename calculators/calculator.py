@@ -85,6 +85,8 @@ class DistributedCalculator(Calculator):
 
     Raises
     ------
+    TypeError
+        If ``potential`` is no Potential.
     ValueError
         For a negative skin, unknown axes, or a potential whose outputs have reserved names. In an
         evaluation, on all ranks alike: values that are not finite, unknown elements, a singular
@@ -105,6 +107,11 @@ class DistributedCalculator(Calculator):
         force_halo: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        if not isinstance(potential, Potential):
+            raise TypeError(
+                "potential must be an object such as SevenNet('7net-0') or TwoHop(), "
+                f"got {potential!r}"
+            )
         if not np.isfinite(skin) or skin < 0:
             raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
         if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
@@ -115,7 +122,6 @@ class DistributedCalculator(Calculator):
                 f"{potential.name} declares outputs named {reserved}: the engine computes these "
                 "itself, from the energy terms and their gradient"
             )
-        self.potential = potential
         self.comm = as_communicator(comm)
         if comm is None:
             connect_ase_world(self.comm)
@@ -132,6 +138,29 @@ class DistributedCalculator(Calculator):
         self._system: System | None = None
         self._warned: set[str] = set()
         self._closed = False
+
+    @property
+    def potential(self) -> Potential:
+        """The potential that is evaluated; another one needs another calculator."""
+        return self.engine.potential
+
+    def set(self, **parameters: object) -> dict[str, object]:
+        """Refuse ASE's way of changing parameters: they are given when the calculator is made.
+
+        Raises
+        ------
+        TypeError
+            If any parameter is given.
+        """
+        if parameters:
+            raise TypeError(
+                f"a DistributedCalculator has no parameters to set, got {sorted(parameters)}: "
+                "make another one"
+            )
+        return {}
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return a calculator of its own that shares the potential and the communicator."""

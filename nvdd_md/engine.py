@@ -270,6 +270,11 @@ class ForceEngine:
                 seed.zero_()
             targets.append(target)
             seeds.append(seed)
+        if len(targets) == 1 and len(graph.edge_vectors):
+            raise ValueError(
+                f"no energy of {self.potential.name} depends on graph.edge_vectors, so there are "
+                "no forces to be had: did its forward leave autograd (detach, numpy, no_grad)?"
+            )
         (gradient,) = torch.autograd.grad(
             targets, [graph.edge_vectors], seeds, allow_unused=True, materialize_grads=True
         )
@@ -322,6 +327,9 @@ def _check_outputs(outputs: Mapping[str, Tensor], graph: LocalGraph, potential: 
         raise ValueError(
             f"{potential.name} declares {missing} but its forward returned {list(outputs)}"
         )
+    undeclared = sorted(set(outputs) - set(potential.outputs))
+    if undeclared:
+        raise ValueError(f"{potential.name} returned outputs it does not declare: {undeclared}")
     for name, kind in potential.outputs.items():
         rows = len(outputs[name]) if outputs[name].dim() else 0
         expected = {

@@ -124,6 +124,8 @@ class System:
 
 def _info_value(atoms: Atoms, key: str, kind: InfoKey) -> float:
     given = atoms.info.get(key, kind.default)
+    if isinstance(given, np.ndarray) and given.ndim == 0:
+        given = given.item()
     if isinstance(given, bool) or not isinstance(given, (int, float, np.integer, np.floating)):
         raise ValueError(f"atoms.info[{key!r}] must be a number, got {given!r}")
     value = float(given)

@@ -630,6 +630,10 @@ def test_refused_at_the_start(comm):
 
     with pytest.raises(ValueError, match=r"declares outputs named \['forces'\]"):
         distributed(Named(), comm)
+    with pytest.raises(TypeError, match="potential must be an object"):
+        DistributedCalculator("7net-0", comm)
+    with pytest.raises(TypeError, match=r"no parameters to set, got \['skin'\]"):
+        distributed(TwoHop(), comm).set(skin=1.0)
     with pytest.raises(ValueError, match="rc must be a length > 0"):
         TwoHop(rc=0.0)
     for skin in (-0.1, np.nan):
@@ -637,6 +641,34 @@ def test_refused_at_the_start(comm):
             DistributedCalculator(TwoHop(), comm, skin=skin)
     with pytest.raises(ValueError, match="cut_axes must name"):
         DistributedCalculator(TwoHop(), comm, cut_axes=(3,))
+
+
+@pytest.mark.parametrize("comm", [1], indirect=True)
+def test_forwards_that_break_the_contract(comm, atoms):
+    class Detached(TwoHop):
+        def forward(self, graph):
+            return {"energies": super().forward(graph)["energies"].detach()}
+
+    class Undeclared(TwoHop):
+        def forward(self, graph):
+            return {**super().forward(graph), "charges": graph.edge_vectors.new_zeros(len(atoms))}
+
+    atoms.calc = distributed(Detached(), comm)
+    with pytest.raises(ValueError, match=r"no energy of two-hop depends on graph\.edge_vectors"):
+        atoms.get_forces()
+    atoms.calc = distributed(Undeclared(), comm)
+    with pytest.raises(ValueError, match=r"outputs it does not declare: \['charges'\]"):
+        atoms.get_forces()
+
+
+def test_a_shallow_copy_is_a_calculator_of_its_own(comm, atoms):
+    calculator = distributed(TwoHop(), comm)
+    other = atoms.copy()
+    other.positions[0] += 0.3
+    atoms.calc, other.calc = calculator, copy.copy(calculator)
+    stress = atoms.get_stress()
+    other.get_stress()
+    assert_near(atoms.get_stresses().sum(0), stress, 1e-13)
 
 
 def test_no_atoms_to_evaluate(comm):
