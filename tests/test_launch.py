@@ -352,6 +352,7 @@ FAILING = """
     install_excepthook(comm)
     pids = comm.gather_objects(os.getpid())
     print("started", flush=True)
+    comm.barrier()  # the abort must not come before the other rank's line
     if comm.rank == 1:
         {action}
     comm.barrier(90.0)

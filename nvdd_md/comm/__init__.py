@@ -6,9 +6,10 @@ finds the ranks whichever of the two is used first.
 
 from nvdd_md.comm.ase_world import announce_mpi_to_ase, connect_ase_world
 from nvdd_md.comm.communicator import Communicator, Traffic
+from nvdd_md.comm.detect import Launch, detect_launch
 from nvdd_md.comm.errors import CommError, CommTimeoutError, LaunchError
 from nvdd_md.comm.excepthook import install_excepthook
-from nvdd_md.comm.launch import Launch, as_communicator, detect_launch, world_communicator
+from nvdd_md.comm.launch import as_communicator, world_communicator
 from nvdd_md.comm.resources import device_for, set_threads
 from nvdd_md.comm.serial import SerialCommunicator
 

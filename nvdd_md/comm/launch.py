@@ -13,22 +13,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from nvdd_md.comm.ase_world import connect_ase_world
 from nvdd_md.comm.communicator import Communicator
-from nvdd_md.comm.detect import Launch, detect_launch
+from nvdd_md.comm.detect import detect_launch
 from nvdd_md.comm.errors import CommError, LaunchError
-from nvdd_md.comm.excepthook import install_excepthook
-from nvdd_md.comm.resources import device_for, set_threads
 from nvdd_md.comm.serial import SerialCommunicator
 
 __all__ = [
-    "Launch",
     "as_communicator",
-    "connect_ase_world",
-    "detect_launch",
-    "device_for",
-    "install_excepthook",
-    "set_threads",
     "world_communicator",
 ]
 

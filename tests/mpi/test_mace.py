@@ -312,7 +312,9 @@ def test_float32_is_as_precise_as_mace(comm, name):
     mace = by_mace(structure(name), "float32", dtype="float32")
     error, allowed = (np.square(one.forces - exact.forces).mean() ** 0.5 for one in (got, mace))
     assert error <= 1.2 * allowed
-    assert abs(got.energy - exact.energy) <= 1e-6 * np.abs(exact.energies).sum()
+    # Weights and every intermediate are rounded to float32: a few units in the last place per atom.
+    few = 4 * torch.finfo(torch.float32).eps
+    assert abs(got.energy - exact.energy) <= few * np.abs(exact.energies).sum()
     assert_near(got.stress, exact.stress, 1e-6)
 
 
