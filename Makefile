@@ -36,7 +36,7 @@ COMMA := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-serial test-mpi test-mace lint types format clean
+.PHONY: help install demo test test-serial test-mpi test-mace lint types format bench clean
 
 help:
 	@echo "make demo     run examples/demo.py on 2 MPI ranks"
@@ -44,6 +44,8 @@ help:
 	@echo "make lint     ruff: rules and format"
 	@echo "make types    mypy, strict"
 	@echo "make format   let ruff rewrite what it can"
+	@echo "make bench    measure speed and memory, an hour on two cores that do nothing else;"
+	@echo "              BENCH='--models sevennet --only R1 R2' a part, BENCH=--quick a trial"
 	@echo "make clean    remove $(VENV), $(MACE_VENV) and all caches"
 	@echo
 	@echo "Variables (now):"
@@ -100,6 +102,10 @@ test-mpi: $(INSTALLED)
 test-mace: $(MACE_INSTALLED)
 	OMP_NUM_THREADS=1 $(MACE_MPIEXEC) $(MPIEXEC_FLAGS) -n 4 \
 		$(MACE_VENV)/bin/python -m pytest -p no:cacheprovider tests/mpi/test_mace.py
+
+# MPIEXEC and MPIEXEC_FLAGS, where they are given, are in the environment of this command.
+bench: $(INSTALLED) $(MACE_INSTALLED)
+	$(BIN)/python -m benchmarks --venv $(VENV) --mace-venv $(MACE_VENV) $(BENCH)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,97 +1,160 @@
-"""One timed run: molecular dynamics steps of a silicon or Lennard-Jones crystal.
+"""One run in a process (or on each rank) of its own: steps through a trajectory, and reports.
 
-Prints one JSON line: seconds per step (median), the phases of a step, and the load per rank.
-Started by ``force_call.py`` and ``skin.py``, alone or under ``mpiexec``.
+Started by :mod:`benchmarks.launch`. After two evaluations of a tiny system and one of the atoms
+in question, which pay for compiling, allocating and the first neighbour list, it prints ``ready``
+and waits for a line on its input; then it takes the timed steps and prints one line of JSON.
+
+The atoms fly straight on with thermal velocities, so that every program sees the same positions
+at the same step, also where the forces are those of random weights. ``--verlet`` integrates the
+equations of motion instead, which is what decides how often a neighbour list is rebuilt.
 """
 
 import argparse
 import json
+import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from ase import Atoms, units
-from ase.build import bulk
 from ase.calculators.calculator import Calculator
-from ase.calculators.lj import LennardJones as AseLennardJones
 from ase.md.velocitydistribution import thermalize_momenta
 from ase.md.verlet import VelocityVerlet
 
-from nvdd_md.calculators import DistributedCalculator, LennardJones
-from nvdd_md.calculators.sevennet import SevenNet
+from benchmarks import peak_memory, programs
+from benchmarks.cases import DTYPES, MODELS, TINY
+from benchmarks.systems import STRUCTURES
+from nvdd_md.calculators import DistributedCalculator
+from nvdd_md.comm import Communicator, SerialCommunicator
 
-ARGON = {"sigma": 3.4, "epsilon": 0.0104, "rc": 8.5}
+TIME_STEP = 1.0 * units.fs
 
 
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
-    atoms = crystal(options.model, options.repeat)
-    atoms.calc = calculator(options)
+    if options.own:
+        calculator = programs.own_calculator(options.model, options.dtype, options.model_file)
+        comm: Communicator = SerialCommunicator()
+    else:
+        calculator = programs.nvdd_md(
+            options.model, options.dtype, options.model_file, options.skin
+        )
+        comm = calculator.comm
+    atoms = STRUCTURES[options.structure](tuple(options.repeat))
     thermalize_momenta(atoms, temperature_K=options.temperature, rng=np.random.default_rng(1))
-    dynamics = VelocityVerlet(atoms, timestep=1.0 * units.fs)
-    dynamics.run(options.warmup)
-    distributed = isinstance(atoms.calc, DistributedCalculator)
-    before = dict(atoms.calc.engine.times.seconds) if distributed else {}
-    rebuilds = atoms.calc.engine.n_rebuilds if distributed else 0
-    seconds = []
-    for _ in range(options.steps):
-        start = time.perf_counter()
-        dynamics.run(1)
-        seconds.append(time.perf_counter() - start)
-    record = {"step_s": float(np.median(seconds)), "atoms": len(atoms)}
-    if distributed:
-        engine = atoms.calc.engine
-        record["phases_s"] = {
-            phase: (total - before.get(phase, 0.0)) / options.steps
-            for phase, total in engine.times.seconds.items()
-        }
-        record["rebuilds"] = engine.n_rebuilds - rebuilds
-        record["mean_s"] = float(np.mean(seconds))
-        record["load"] = [
-            [load.owned, load.ghosts, load.edges] for load in atoms.calc.partition_report(atoms)
-        ]
-    if not distributed or atoms.calc.comm.rank == 0:
+    peak_memory.restart()
+    evaluate_tiny(calculator, options.model)
+    atoms.calc = calculator
+    record = {"atoms": len(atoms), **first_evaluation(atoms)}
+    advance = verlet(atoms) if options.verlet else flight(atoms)
+    wait_for_start(comm)
+    record |= timed_steps(atoms, advance, options.steps)
+    record["energy"] = atoms.get_potential_energy()
+    memory = comm.gather_objects(peak_memory.peak())
+    record["peak_bytes"] = memory
+    if comm.rank == 0:
         print(json.dumps(record), flush=True)
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("sevennet", "lj"), default="sevennet")
+    parser.add_argument("--model", choices=tuple(MODELS), default="sevennet")
+    parser.add_argument("--model-file", default="", help="of a MACE model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--structure", choices=tuple(STRUCTURES), default="crystal")
     parser.add_argument("--repeat", type=int, nargs=3, default=(4, 4, 4))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--skin", type=float, default=None)
-    parser.add_argument("--temperature", type=float, default=600.0, help="K")
-    parser.add_argument("--plain", action="store_true", help="the model's own ASE calculator")
-    parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--skin", type=float, default=None, help="Å")
+    parser.add_argument("--temperature", type=float, default=300.0, help="K")
+    parser.add_argument("--own", action="store_true", help="the model's own ASE calculator")
+    parser.add_argument("--verlet", action="store_true", help="molecular dynamics")
     return parser.parse_args()
 
 
-def crystal(model: str, repeat: tuple[int, int, int]) -> Atoms:
-    if model == "lj":
-        atoms = bulk("Ar", "fcc", a=5.26, cubic=True).repeat(repeat)
-    else:
-        atoms = bulk("Si", "diamond", a=5.431, cubic=True).repeat(repeat)
-    atoms.rattle(0.05, seed=0)
-    return atoms
+def evaluate_tiny(calculator: Calculator, model: str) -> None:
+    """Evaluate a few atoms twice: what is compiled at the first calls is compiled here."""
+    atoms = STRUCTURES["argon" if model == "lj" else "crystal"](TINY)
+    atoms.calc = calculator
+    for _ in range(2):
+        atoms.positions += 1e-3
+        atoms.get_forces()
 
 
-def calculator(options: argparse.Namespace) -> Calculator:
-    if options.plain:
-        if options.model == "lj":
-            return AseLennardJones(**ARGON)
-        from sevenn.calculator import SevenNetCalculator
+def first_evaluation(atoms: Atoms) -> dict:
+    """Evaluate ``atoms`` once. Collective.
 
-        return SevenNetCalculator("7net-0", device="cpu")
-    dtype = torch.float64 if options.float64 else torch.float32
-    if options.model == "lj":
-        potential = LennardJones(**ARGON, dtype=dtype)
-    else:
-        potential = SevenNet("7net-0", dtype=dtype)
-    skin = {} if options.skin is None else {"skin": options.skin}
-    return DistributedCalculator(potential, **skin)
+    Returns the seconds that building list and routing took on this rank, if they were built.
+    """
+    before = phases_of(atoms.calc)
+    atoms.get_forces()
+    after = phases_of(atoms.calc)
+    built = sum(after.get(name, 0.0) - before.get(name, 0.0) for name in ("neighbours", "routing"))
+    return {"build_s": built}
+
+
+def verlet(atoms: Atoms) -> Callable[[], None]:
+    """Return what advances ``atoms`` by one step of molecular dynamics."""
+    dynamics = VelocityVerlet(atoms, timestep=TIME_STEP)
+    dynamics.run(0)
+    return lambda: dynamics.run(1)
+
+
+def flight(atoms: Atoms) -> Callable[[], None]:
+    """Return what advances ``atoms`` by one step as if there were no forces, and computes them."""
+    velocities = atoms.get_velocities()
+
+    def advance() -> None:
+        atoms.positions += TIME_STEP * velocities
+        atoms.get_forces()
+
+    return advance
+
+
+def wait_for_start(comm: Communicator) -> None:
+    """Say that this process is ready, and wait until all that run beside it are. Collective."""
+    comm.barrier()
+    if comm.rank == 0:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    comm.barrier()
+
+
+def timed_steps(atoms: Atoms, advance: Callable[[], None], steps: int) -> dict:
+    """Take the steps, and return their times and the load of each rank. Collective."""
+    calculator = atoms.calc
+    before = phases_of(calculator)
+    rebuilds = rebuilds_of(calculator)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        advance()
+        seconds.append(time.perf_counter() - start)
+    record = {"step_s": float(np.median(seconds)), "mean_s": float(np.mean(seconds))}
+    if isinstance(calculator, DistributedCalculator):
+        mine = {
+            phase: (total - before.get(phase, 0.0)) / steps
+            for phase, total in phases_of(calculator).items()
+        }
+        record["phases_s"] = calculator.comm.gather_objects(mine)
+        record["rebuilds"] = rebuilds_of(calculator) - rebuilds
+        report = calculator.partition_report(atoms)
+        record["owned"] = [load.owned for load in report]
+        record["ghosts"] = [load.ghosts for load in report]
+    return record
+
+
+def phases_of(calculator: Calculator) -> dict[str, float]:
+    """Return the seconds spent in each phase so far, nothing for a calculator without phases."""
+    distributed = isinstance(calculator, DistributedCalculator)
+    return dict(calculator.engine.times.seconds) if distributed else {}
+
+
+def rebuilds_of(calculator: Calculator) -> int:
+    """Return how often the neighbour list was built so far."""
+    return calculator.engine.n_rebuilds if isinstance(calculator, DistributedCalculator) else 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -14,27 +18,36 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator, all_changes
 from numpy.typing import NDArray
 
-from nvdd_md.agreement import agree
+from nvdd_md import agreement
+from nvdd_md.agreement import CALLS, agree, meet
+from nvdd_md.calculators.report import RankReport, Report
 from nvdd_md.comm import (
+    Communicator,
+    Traffic,
     as_communicator,
     connect_ase_world,
     device_for,
     install_excepthook,
     set_threads,
 )
+from nvdd_md.departure import leave_at_exit
 from nvdd_md.domain.decomposition import Decomposition
 from nvdd_md.engine import ForceEngine
 from nvdd_md.potential import Potential
 from nvdd_md.system import System
+from nvdd_md.watchdog import Watchdog
+
+DEFAULT_WATCHDOG_S = 600.0
+"""Seconds after which a rank that is missing ends the job."""
 
 DEFAULT_SKIN = 0.5
 """Å; see ``docs/design.md`` for the measurement behind it."""
 
 _log = logging.getLogger(__name__)
+_seats_logged: WeakSet[Communicator] = WeakSet()
 
 _STANDARD = ("energy", "free_energy", "energies", "forces", "stress", "stresses")
 _COMPUTED = ("energy", "free_energy", "forces", "stress", "stresses")
-_EVALUATE, _EVALUATE_WITH_STRESSES, _STRESSES_ONLY, _DECOMPOSE = range(4)
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,9 @@ class DistributedCalculator(Calculator):
         Cell axes (0, 1, 2) that may be cut into domains.
     device : str, torch.device or None
         None: the GPU of this node-local rank where there is one, else the CPU.
+    watchdog_s : float or None
+        Where all ranks must come together, a missing one is a warning after a minute, and ends
+        the job after this many seconds. None: wait for ever.
     force_halo : bool
         Take the distributed path on a single rank too (for tests and measurements).
 
@@ -88,10 +104,12 @@ class DistributedCalculator(Calculator):
     TypeError
         If ``potential`` is no Potential.
     ValueError
-        For a negative skin, unknown axes, or a potential whose outputs have reserved names. In an
-        evaluation, on all ranks alike: values that are not finite, unknown elements, a singular
-        cell, or (as ``DisagreementError``) ranks that hold different systems. The calculator stays
-        usable.
+        For a negative skin, unknown axes, a potential whose outputs have reserved names, or (as
+        ``DisagreementError``) ranks that hold different models or settings. In an evaluation, on
+        all ranks alike: values that are not finite, unknown elements, a singular cell, or (as
+        ``DisagreementError``) ranks that hold different systems. The calculator stays usable.
+    CommError
+        If another rank's program has ended.
     NonFiniteError
         On all ranks: the model returned NaN or inf.
     """
@@ -104,33 +122,34 @@ class DistributedCalculator(Calculator):
         skin: float = DEFAULT_SKIN,
         cut_axes: Sequence[int] = (0, 1, 2),
         device: str | torch.device | None = None,
+        watchdog_s: float | None = DEFAULT_WATCHDOG_S,
         force_halo: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        if not isinstance(potential, Potential):
-            raise TypeError(
-                "potential must be an object such as SevenNet('7net-0') or TwoHop(), "
-                f"got {potential!r}"
-            )
-        if not np.isfinite(skin) or skin < 0:
-            raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
-        if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
-            raise ValueError(f"cut_axes must name some of the axes 0, 1, 2, got {cut_axes!r}")
-        reserved = sorted(set(potential.outputs) & set(_COMPUTED))
-        if reserved:
-            raise ValueError(
-                f"{potential.name} declares outputs named {reserved}: the engine computes these "
-                "itself, from the energy terms and their gradient"
-            )
+        _check_arguments(potential, skin, cut_axes, watchdog_s)
         self.comm = as_communicator(comm)
         if comm is None:
             connect_ase_world(self.comm)
         install_excepthook(self.comm)
-        set_threads(self.comm)
+        leave_at_exit(self.comm)
+        self._watchdog = Watchdog(self.comm, watchdog_s)
+        settings = (float(skin), tuple(cut_axes), bool(force_halo))
+        with self._watchdog.entry(CALLS[agreement.CONSTRUCT]):
+            _agree_on_model(potential, settings, self.comm)
+        threads = set_threads(self.comm)
         potential.to(device_for(self.comm, device))
-        self.engine = ForceEngine(
-            potential, self.comm, skin=skin, cut_axes=tuple(cut_axes), force_halo=force_halo
+        self._seat = (socket.gethostname(), str(potential.device), threads)
+        _log_seats(self.comm, self._seat)
+        self._prepare(
+            ForceEngine(
+                potential, self.comm, skin=skin, cut_axes=tuple(cut_axes), force_halo=force_halo
+            )
         )
+
+    def _prepare(self, engine: ForceEngine) -> None:
+        """Start without results."""
+        self.engine = engine
+        potential = engine.potential
         extra = [name for name in potential.outputs if name not in _STANDARD]
         self.implemented_properties = [
             name for name in _STANDARD if name != "energies" or name in potential.outputs
@@ -138,6 +157,8 @@ class DistributedCalculator(Calculator):
         self._system: System | None = None
         self._warned: set[str] = set()
         self._closed = False
+        self._traffic = Traffic()
+        self._summary = weakref.finalize(self, _log_summary, engine)
 
     @property
     def potential(self) -> Potential:
@@ -163,16 +184,24 @@ class DistributedCalculator(Calculator):
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Return a calculator of its own that shares the potential and the communicator."""
+        """Return a calculator of its own that shares the potential and the communicator.
+
+        Without communication, so that one rank alone may copy its atoms.
+        """
         engine = self.engine
-        return type(self)(
-            self.potential,
-            self.comm,
-            skin=engine.skin,
-            cut_axes=engine.cut_axes,
-            device=self.potential.device,
-            force_halo=engine.force_halo,
+        new = type(self).__new__(type(self))
+        Calculator.__init__(new)
+        new.comm, new._watchdog, new._seat = self.comm, self._watchdog, self._seat
+        new._prepare(
+            ForceEngine(
+                self.potential,
+                self.comm,
+                skin=engine.skin,
+                cut_axes=engine.cut_axes,
+                force_halo=engine.force_halo,
+            )
         )
+        return new
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +215,12 @@ class DistributedCalculator(Calculator):
         self.close()
 
     def close(self) -> None:
-        """Drop lists, routing and results; later evaluations raise. May be called twice."""
+        """Drop lists, routing and results; later evaluations raise. May be called twice.
+
+        Logs what the evaluations cost, as the end of the program does for a calculator that was
+        never closed.
+        """
+        self._summary()
         self._closed = True
         self.reset()
         self.engine.decomposition = None
@@ -234,18 +268,60 @@ class DistributedCalculator(Calculator):
         stresses = "stresses" in properties
         if current and not (stresses and "stress" in self.results):
             return
-        request = _STRESSES_ONLY if current else _EVALUATE_WITH_STRESSES if stresses else _EVALUATE
+        call = agreement.EVALUATE
+        if stresses:
+            call = agreement.STRESSES_ONLY if current else agreement.EVALUATE_WITH_STRESSES
         if not current:
             self.reset()
-        system = self._agreed(target, request)
-        if not current:
-            self.results = dict(self.engine.evaluate(system))
-            self._system = system
-        if stresses and "stress" in self.results:
-            self.results["stresses"] = (
-                self.engine.per_atom_stresses() if len(system) else np.zeros((0, 6))
-            )
+        before = self.comm.traffic.snapshot()
+        system = self._agreed(target, call)
+        with self._watchdog.inside(CALLS[call]):
+            if not current:
+                self.results = dict(self.engine.evaluate(system))
+                self._system = system
+            if stresses and "stress" in self.results:
+                self.results["stresses"] = (
+                    self.engine.per_atom_stresses() if len(system) else np.zeros((0, 6))
+                )
+        self._traffic += self.comm.traffic - before
         self.atoms = target.copy()
+
+    def report(self) -> Report:
+        """Return where the time of all evaluations so far went, on all ranks. **Collective**.
+
+        ``print0(calc.report())`` shows it as a table, with a sentence on whether more ranks would
+        help.
+
+        Raises
+        ------
+        RuntimeError
+            If the calculator is closed.
+        DisagreementError
+            If other ranks are in another call.
+        """
+        self._check_open()
+        with self._watchdog.entry(CALLS[agreement.REPORT]):
+            meet(self.comm, agreement.REPORT, bytes(16))
+        engine = self.engine
+        current = engine.decomposition
+        host, device, threads = self._seat
+        mine = RankReport(
+            rank=self.comm.rank,
+            host=host,
+            device=device,
+            threads=threads,
+            owned=0 if current is None else len(current.owned),
+            ghosts=0 if current is None else len(current.ghosts),
+            edges=0 if current is None else len(current.edge_centre),
+            seconds=dict(engine.times.seconds),
+            traffic=self._traffic,
+        )
+        return Report(
+            ranks=tuple(self.comm.gather_objects(mine)),
+            evaluations=engine.n_evaluations,
+            rebuilds=engine.n_rebuilds,
+            atoms=0 if current is None else len(current.owners),
+        )
 
     def partition_report(self, atoms: Atoms) -> list[RankLoad]:
         """Return what every rank holds, without running the model. **Collective**.
@@ -277,21 +353,25 @@ class DistributedCalculator(Calculator):
 
     def _decomposition(self, atoms: Atoms) -> Decomposition | None:
         """Return the decomposition of ``atoms``, None where there are none. Collective."""
-        system = self._agreed(atoms, _DECOMPOSE)
+        system = self._agreed(atoms, agreement.DECOMPOSE)
         return self.engine.decomposition_for(system) if len(system) else None
 
-    def _agreed(self, atoms: Atoms, request: int) -> System:
-        if self._closed:
-            raise RuntimeError("this DistributedCalculator is closed")
-        system = agree(
-            atoms,
-            self.potential,
-            self.comm,
-            list_cutoff=self.engine.list_cutoff,
-            request=request,
-        )
+    def _agreed(self, atoms: Atoms, call: int) -> System:
+        self._check_open()
+        with self._watchdog.entry(CALLS[call]), self.engine.times.measure("agree"):
+            system = agree(
+                atoms,
+                self.potential,
+                self.comm,
+                list_cutoff=self.engine.list_cutoff,
+                call=call,
+            )
         self._warn_about_defaults(system)
         return system
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this DistributedCalculator is closed")
 
     def todict(self, skip_default: bool = True) -> dict[str, object]:
         """Return a description that trajectory files can store."""
@@ -308,3 +388,69 @@ class DistributedCalculator(Calculator):
                     default,
                 )
             self._warned.add(key)
+
+
+def _check_arguments(
+    potential: object, skin: float, cut_axes: Sequence[int], watchdog_s: float | None
+) -> None:
+    if not isinstance(potential, Potential):
+        raise TypeError(
+            f"potential must be an object such as SevenNet('7net-0') or TwoHop(), got {potential!r}"
+        )
+    if not np.isfinite(skin) or skin < 0:
+        raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
+    if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
+        raise ValueError(f"cut_axes must name some of the axes 0, 1, 2, got {cut_axes!r}")
+    if watchdog_s is not None and not watchdog_s > 0:
+        raise ValueError(f"watchdog_s must be seconds > 0 or None, got {watchdog_s!r}")
+    reserved = sorted(set(potential.outputs) & set(_COMPUTED))
+    if reserved:
+        raise ValueError(
+            f"{potential.name} declares outputs named {reserved}: the engine computes these "
+            "itself, from the energy terms and their gradient"
+        )
+
+
+def _agree_on_model(potential: Potential, settings: tuple[object, ...], comm: Communicator) -> None:
+    """Check that all ranks construct the same. Collective."""
+    model = potential.fingerprint()
+    digest = hashlib.blake2b(model + repr(settings).encode(), digest_size=16).digest()
+    if meet(comm, agreement.CONSTRUCT, digest):
+        return
+    offers = comm.gather_objects((potential.name, model.hex()[:12], settings))
+    ranks = "; ".join(
+        f"rank {rank}: {name}, hash {model_hash}, (skin, cut_axes, force_halo) = {given}"
+        for rank, (name, model_hash, given) in enumerate(offers)
+    )
+    raise agreement.DisagreementError(
+        f"the ranks construct calculators with different models or settings: {ranks}"
+    )
+
+
+def _log_seats(comm: Communicator, seat: tuple[str, str, int]) -> None:
+    """Log which rank runs where. Collective, the first time."""
+    if comm in _seats_logged:
+        return
+    seats = comm.gather_objects(seat)
+    if comm.rank == 0:
+        for rank, (host, device, threads) in enumerate(seats):
+            _log.info("rank %d: host %s, device %s, %d thread(s)", rank, host, device, threads)
+    _seats_logged.add(comm)
+
+
+def _log_summary(engine: ForceEngine) -> None:
+    """Log what the evaluations of rank 0 cost."""
+    if engine.comm.rank or not engine.n_evaluations:
+        return
+    seconds = engine.times.seconds
+    n = engine.n_evaluations
+    phases = ", ".join(f"{phase} {total / n:.3g}" for phase, total in seconds.items())
+    _log.info(
+        "%s: %d evaluations on %d rank(s), %.4g s each (rank 0: %s), %d neighbour list(s)",
+        engine.potential.name,
+        n,
+        engine.comm.size,
+        sum(seconds.values()) / n,
+        phases,
+        engine.n_rebuilds,
+    )

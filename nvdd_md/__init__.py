@@ -4,4 +4,8 @@ The same script runs on one process or under ``mpirun -n 8``; the number of rank
 changes the physics.
 """
 
+from nvdd_md.output import print0, start_logging
+
+__all__ = ["__version__", "print0", "start_logging"]
+
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import NoReturn
 from weakref import WeakSet
 
 import numpy as np
@@ -20,8 +21,21 @@ POSITION_TOLERANCE = 1.0e-8
 CELL_TOLERANCE = 1.0e-10
 """Relative; the same for the cell."""
 
+CALLS = (
+    "DistributedCalculator(...)",
+    "an evaluation",
+    "an evaluation with stresses",
+    "the stresses of an evaluation",
+    "a partition report",
+    "a performance report",
+)
+"""What ranks may enter together, by the code that they exchange."""
+
+CONSTRUCT, EVALUATE, EVALUATE_WITH_STRESSES, STRESSES_ONLY, DECOMPOSE, REPORT = range(len(CALLS))
+
+_OK, _FAILED, _LEFT = range(3)
+_DIGEST_BYTES = 16
 _log = logging.getLogger(__name__)
-_OK, _FAILED = 0, 1
 _told: WeakSet[Communicator] = WeakSet()
 
 
@@ -29,8 +43,68 @@ class DisagreementError(ValueError):
     """The ranks submitted different systems or asked for different things."""
 
 
+def meet(comm: Communicator, call: int, digest: bytes, failure: Exception | None = None) -> bool:
+    """Find out whether all ranks are in the same call. Collective (one small gather).
+
+    Parameters
+    ----------
+    comm : Communicator
+    call : int
+        Index in :data:`CALLS`.
+    digest : bytes
+        16 bytes that stand for what this rank has submitted.
+    failure : Exception or None
+        Why this rank cannot go on.
+
+    Returns
+    -------
+    bool
+        Whether the digests of all ranks are equal.
+
+    Raises
+    ------
+    Exception
+        The failure itself where it is the same on all ranks; else the lowest failing rank's, on
+        all ranks, as ValueError if it is one, else as RuntimeError.
+    DisagreementError
+        If the ranks are in different calls.
+    CommError
+        If a rank has ended its program; the communicator is of no use from then on.
+    """
+    if comm.size == 1:
+        if failure is not None:
+            raise failure
+        return True
+    records = comm.gather_rows(_record(_OK if failure is None else _FAILED, call, digest)).numpy()
+    gone = np.flatnonzero(records[:, 0] == _LEFT).tolist()
+    if gone:
+        comm.given_up = (
+            f"ranks {gone} have ended their program, while ranks "
+            f"{sorted(set(range(comm.size)) - set(gone))} were in {CALLS[call]}"
+        )
+        comm.check_usable()
+    if (records[:, 0] == _FAILED).any():
+        _raise_shared(failure, comm)
+    if (records[:, 1] != call).any():
+        calls = "; ".join(f"rank {r} in {CALLS[c]}" for r, c in enumerate(records[:, 1]))
+        raise DisagreementError(
+            f"the ranks are in different calls at the same time: {calls}. All ranks must make the "
+            "same calls in the same order"
+        )
+    return bool((records == records[0]).all())
+
+
+def leave(comm: Communicator) -> None:
+    """Tell ranks that still come to a meeting that this one has ended its program. Collective."""
+    comm.gather_rows(_record(_LEFT, 0, bytes(_DIGEST_BYTES)))
+
+
+def _record(status: int, call: int, digest: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray((status, call)) + digest, dtype=torch.uint8).reshape(1, -1)
+
+
 def agree(
-    atoms: Atoms, potential: Potential, comm: Communicator, *, list_cutoff: float, request: int
+    atoms: Atoms, potential: Potential, comm: Communicator, *, list_cutoff: float, call: int
 ) -> System:
     """Return the system that all ranks submitted. Collective (one small gather if all is well).
 
@@ -44,8 +118,8 @@ def agree(
     potential : Potential
     comm : Communicator
     list_cutoff : float, Å
-    request : int
-        Code (0 to 255) of what is asked for; must be the same on all ranks.
+    call : int
+        What is asked for, an index in :data:`CALLS`; must be the same on all ranks.
 
     Raises
     ------
@@ -53,44 +127,33 @@ def agree(
         The same on all ranks: the first failure of a check on any rank (the lowest one's).
     DisagreementError
         If the submissions really differ.
+    CommError
+        If a rank has ended its program.
     """
     system: System | None = None
-    failure: ValueError | None = None
+    failure: Exception | None = None
     try:
         system = System.from_atoms(atoms, potential)
         system.check(potential, list_cutoff)
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
-    if comm.size == 1:
-        if failure is not None or system is None:
-            raise failure or ValueError("no system")
-        return system
-
-    fingerprint = system.fingerprint() if system is not None else bytes(16)
-    record = bytes((_OK if failure is None else _FAILED, request)) + fingerprint
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).reshape(1, -1)
-    records = comm.gather_rows(mine).numpy()
-    if records[:, 0].any():
-        _raise_shared(failure, comm)
-    if (records[:, 1] != records[0, 1]).any():
-        raise DisagreementError(
-            "the ranks ask for different properties at the same time: every rank must call the "
-            f"calculator with the same request (codes by rank: {records[:, 1].tolist()})"
-        )
+    digest = bytes(_DIGEST_BYTES) if system is None or failure else system.fingerprint()
+    same = meet(comm, call, digest, failure)
     if system is None:
         raise RuntimeError("no system although no rank reported a failure")
-    if (records == records[0]).all():
-        return system
-    return _follow_rank_0(atoms, system, comm)
+    return system if same else _follow_rank_0(atoms, system, comm)
 
 
-def _raise_shared(failure: ValueError | None, comm: Communicator) -> None:
+def _raise_shared(failure: Exception | None, comm: Communicator) -> NoReturn:
     """Raise the failure of the lowest failing rank on all ranks. Collective."""
-    messages = comm.gather_objects(None if failure is None else str(failure))
-    rank, message = next((r, text) for r, text in enumerate(messages) if text is not None)
-    if all(text == message for text in messages):
-        raise ValueError(message) from failure
-    raise ValueError(f"rank {rank}: {message}") from failure
+    mine = None if failure is None else (type(failure).__name__, str(failure))
+    failures = comm.gather_objects(mine)
+    if failure is not None and all(other == mine for other in failures):
+        raise failure
+    rank, (kind, message) = next((r, pair) for r, pair in enumerate(failures) if pair is not None)
+    if kind == "ValueError":
+        raise ValueError(f"rank {rank}: {message}") from failure
+    raise RuntimeError(f"rank {rank}: {kind}: {message}") from failure
 
 
 def _follow_rank_0(atoms: Atoms, system: System, comm: Communicator) -> System:
@@ -103,7 +166,9 @@ def _follow_rank_0(atoms: Atoms, system: System, comm: Communicator) -> System:
             raise DisagreementError(
                 f"the ranks submitted different systems: rank {rank} and rank 0 differ in "
                 f"{verdict}. "
-                "Every rank must hold the same atoms (same input, same random seed)"
+                "Every rank must hold the same atoms (same input, same random seed). Where ranks "
+                "work on different images on purpose, as in NEB(parallel=True), give each image "
+                "a communicator of its own: DistributedCalculator(..., comm=...)"
             )
     if comm.rank == 0:
         if comm not in _told:

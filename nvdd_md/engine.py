@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,28 +18,14 @@ from nvdd_md.comm import Communicator
 from nvdd_md.domain.decomposition import Decomposition, decompose
 from nvdd_md.domain.exchange import TokenChain
 from nvdd_md.domain.lattice import FloatArray
+from nvdd_md.phase_times import PhaseTimes
 from nvdd_md.policies import HaloPolicy
 from nvdd_md.potential import LocalGraph, OutputKind, Potential
 from nvdd_md.results import VOIGT, LocalResults, Results, consolidate
 from nvdd_md.shard import ShardTensor
 from nvdd_md.system import System
 
-
-@dataclass
-class PhaseTimes:
-    """Seconds spent in each phase of the evaluations so far, on this rank."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
-        """Add the time inside the ``with`` block to ``phase``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ class ForceEngine:
         self.cut_axes = cut_axes
         self.force_halo = force_halo
         self.decomposition: Decomposition | None = None
-        self.times = PhaseTimes()
+        self.times = PhaseTimes(comm.traffic)
         self.n_evaluations = 0
         self.n_rebuilds = 0
         self._numbers = np.zeros(0, dtype=np.int64)
@@ -110,10 +96,11 @@ class ForceEngine:
     def decomposition_for(self, system: System) -> Decomposition:
         """Return a decomposition that covers ``system``, rebuilt where necessary. Collective."""
         current = self.decomposition
-        if current is not None and not np.array_equal(system.numbers, self._numbers):
-            current = None
-        if current is not None and current.covers(system.positions, system.lattice):
-            return current
+        with self.times.measure("neighbours"):
+            if current is not None and not np.array_equal(system.numbers, self._numbers):
+                current = None
+            if current is not None and current.covers(system.positions, system.lattice):
+                return current
         with self._nobody_left_waiting():
             self.decomposition = decompose(
                 system.positions,
@@ -124,9 +111,11 @@ class ForceEngine:
                 weights=None if current is None else current.weights,
                 cut_axes=self.cut_axes,
                 device=self.potential.device,
+                times=self.times,
             )
         self._numbers = system.numbers
         self.n_rebuilds += 1
+        _log.debug("list %d, rank %d: %s", self.n_rebuilds, self.comm.rank, self._load())
         return self.decomposition
 
     def evaluate(self, system: System) -> Results:
@@ -142,8 +131,7 @@ class ForceEngine:
         """
         if not len(system):
             return _nothing(self.potential, system)
-        with self.times.measure("neighbours"):
-            decomposition = self.decomposition_for(system)
+        decomposition = self.decomposition_for(system)
         # The caller may be inside torch.no_grad() or torch.inference_mode().
         with self._nobody_left_waiting(), torch.inference_mode(False), torch.enable_grad():
             with self.times.measure("graph"):
@@ -285,7 +273,9 @@ class ForceEngine:
         """Take the job down if this rank fails where the others wait for it."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if _is_out_of_memory(error):
+                error.add_note(f"{self._load()}. {_MEMORY_ADVICE}")
             if self.comm.size == 1:
                 raise
             print(
@@ -305,6 +295,19 @@ class ForceEngine:
             f"owned {len(current.owned)}, ghosts {len(current.ghosts)}, "
             f"edges {len(current.edge_centre)}"
         )
+
+
+_MEMORY_ADVICE = (
+    "The memory of a rank goes with its edges and atoms: start more ranks, choose float32 where "
+    "the model allows it, or a smaller skin"
+)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocation failed. On a CPU torch raises a plain RuntimeError for that."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
 
 
 def _add_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:

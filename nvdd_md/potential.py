@@ -7,13 +7,15 @@ share an index space.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nvdd_md.adapters import MethodAdapter
 
@@ -44,10 +46,14 @@ class InfoKey:
         Used, with one warning, where the caller gives none.
     integer : bool
         Whether other than whole numbers are refused.
+    lowest, highest : float
+        Values below or above are refused.
     """
 
     default: float
     integer: bool = False
+    lowest: float = -math.inf
+    highest: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,26 @@ class Potential(ABC):
         """Atomic number of the dummy row of a rank that owns nothing."""
         return min(self.elements) if self.elements else 1
 
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that stand for the model: its kind, settings and weights.
+
+        Ranks whose bytes differ do not compute together. The name and the device do not count: a
+        model may lie in different folders on different nodes. What counts are the tensors, torch
+        modules, numbers and strings among the attributes of this object.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        elements = None if self.elements is None else sorted(self.elements)
+        kind = (type(self).__qualname__, self.cutoff, self.exchanges, str(self.dtype), elements)
+        digest.update(repr(kind).encode())
+        for key, value in sorted(vars(self).items()):
+            if key in ("name", "device"):
+                continue
+            if isinstance(value, (torch.Tensor, nn.Module)):
+                digest.update(key.encode() + digest_of(value))
+            elif isinstance(value, (bool, int, float, str, bytes, tuple)):
+                digest.update(repr((key, value)).encode())
+        return digest.digest()
+
     def adapters(self) -> Sequence[MethodAdapter]:
         """Return the method replacements to install during a distributed forward."""
         return ()
@@ -165,3 +191,15 @@ class Potential(ABC):
         Must make the same exchanges in the same order on every rank, whatever it owns: also with
         no edges, and with a dummy row only.
         """
+
+
+def digest_of(weights: Tensor | nn.Module) -> bytes:
+    """Return 16 bytes that stand for a tensor, or for the parameters and buffers of a module."""
+    digest = hashlib.blake2b(digest_size=16)
+    tensors = {"": weights} if isinstance(weights, Tensor) else weights.state_dict()
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            digest.update(repr((key, tuple(tensor.shape), str(tensor.dtype))).encode())
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+    return digest.digest()

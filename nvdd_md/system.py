@@ -132,6 +132,11 @@ def _info_value(atoms: Atoms, key: str, kind: InfoKey) -> float:
     if not np.isfinite(value) or (kind.integer and value != round(value)):
         wanted = "a whole number" if kind.integer else "finite"
         raise ValueError(f"atoms.info[{key!r}] must be {wanted}, got {given!r}")
+    if not kind.lowest <= value <= kind.highest:
+        raise ValueError(
+            f"atoms.info[{key!r}] must be from {kind.lowest:g} to {kind.highest:g} for this "
+            f"potential, got {given!r}"
+        )
     if key == "charge" and atoms.has("initial_charges"):
         total = float(atoms.get_initial_charges().sum())
         if atoms.get_initial_charges().any() and abs(total - value) > 1.0e-6:

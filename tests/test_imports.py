@@ -12,8 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom to the top. A module may import from its own layer and from those below.
 LAYERS = (
     {"comm"},
+    {"output", "phase_times"},
     {"domain"},
-    {"system", "context", "policies", "helpers", "adapters", "potential", "agreement", "shard"},
+    {"system", "context", "policies", "helpers", "adapters", "potential", "shard"},
+    {"agreement", "departure", "watchdog"},
     {"compile", "engine", "results"},
     {"calculators", "integrators"},
     {"jobs"},

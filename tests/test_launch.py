@@ -1,11 +1,13 @@
 """However a job is started, its ranks see each other, or an error says why not."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -341,6 +343,36 @@ def test_ase_sees_the_ranks_of_an_mpi_job_from_import_on(run):
     assert result.stdout.count("before False, ase 2") == 2, result.stdout
 
 
+IMPORTS = {
+    "torch": "import torch",
+    "mpi4py": "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
+    "ase": "import ase.io",
+    "ase's world in use": "from ase.parallel import world; world.size",
+}
+
+
+@pytest.mark.parametrize("order", list(permutations(IMPORTS, 2)), ids=" then ".join)
+@pytest.mark.parametrize("first", [True, False], ids=["before nvdd_md", "after nvdd_md"])
+def test_any_order_of_imports(run, first, order):
+    others = [IMPORTS[name] for name in order]
+    ours = ["from nvdd_md.calculators import DistributedCalculator, TwoHop"]
+    script = "\n".join([*others, *ours] if first else [*ours, *others])
+    script += """
+from ase.build import bulk
+from ase.parallel import world
+atoms = bulk("Cu", cubic=True)
+atoms.calc = DistributedCalculator(TwoHop())
+print(f"energy {atoms.get_potential_energy():.6f}, ASE has {world.size}")
+"""
+    result = run(MPI_2, script, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stdout
+    told = re.findall(r"energy (\S+), ASE has 2", result.stdout)
+    assert len(told) == 2, result.stdout
+    assert told[0] == told[1]
+    late = first and any("use" in name for name in order) and order[0] != "mpi4py"
+    assert ("ase.parallel.world was used before as rank 0 of 1" in result.stdout) == late
+
+
 # ------------------------------------------------------------------- one rank that goes wrong
 
 FAILING = """
@@ -383,7 +415,7 @@ def test_an_uncaught_exception_ends_the_job(run, launcher, action, message):
 
 def test_the_earlier_hook_is_called_too(monkeypatch):
     calls: list[object] = []
-    comm = SimpleNamespace(rank=1, size=2, abort=lambda code: calls.append(code))
+    comm = SimpleNamespace(rank=1, size=2, job_size=2, abort=lambda code: calls.append(code))
     monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
     monkeypatch.setattr("nvdd_md.comm.excepthook._installed", [])
     install_excepthook(comm)

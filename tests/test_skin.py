@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 
-from nvdd_md.comm import SerialCommunicator
+from nvdd_md.comm import SerialCommunicator, Traffic
 from nvdd_md.domain.decomposition import Decomposition, decompose
 from nvdd_md.domain.lattice import Lattice
+from nvdd_md.phase_times import PhaseTimes
 
 CUTOFF, SKIN = 3.0, 0.6
 CELL = np.array([[7.0, 0.0, 0.0], [1.5, 6.5, 0.0], [-0.8, 2.0, 8.0]])
@@ -26,6 +27,7 @@ def decomposition_of(positions: np.ndarray, lattice: Lattice, skin: float = SKIN
         weights=None,
         cut_axes=(0, 1, 2),
         device=torch.device("cpu"),
+        times=PhaseTimes(Traffic()),
     )
 
 

@@ -5,11 +5,11 @@ finds the ranks whichever of the two is used first.
 """
 
 from nvdd_md.comm.ase_world import announce_mpi_to_ase, connect_ase_world
-from nvdd_md.comm.communicator import Communicator, Traffic
+from nvdd_md.comm.communicator import Communicator, RollCall, Traffic
 from nvdd_md.comm.detect import Launch, detect_launch
 from nvdd_md.comm.errors import CommError, CommTimeoutError, LaunchError
 from nvdd_md.comm.excepthook import install_excepthook
-from nvdd_md.comm.launch import as_communicator, world_communicator
+from nvdd_md.comm.launch import as_communicator, job_rank, world_communicator
 from nvdd_md.comm.resources import device_for, set_threads
 from nvdd_md.comm.serial import SerialCommunicator
 
@@ -19,6 +19,7 @@ __all__ = [
     "Communicator",
     "Launch",
     "LaunchError",
+    "RollCall",
     "SerialCommunicator",
     "Traffic",
     "as_communicator",
@@ -26,6 +27,7 @@ __all__ = [
     "detect_launch",
     "device_for",
     "install_excepthook",
+    "job_rank",
     "set_threads",
     "world_communicator",
 ]

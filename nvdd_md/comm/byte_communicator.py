@@ -5,8 +5,10 @@ counting and the order of additions are here, so that they are the same under ev
 """
 
 import pickle
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -83,7 +85,8 @@ class ByteCommunicator(Communicator):
         self.traffic.messages += len(outgoing)
         self.traffic.message_bytes += sum(block.stop - block.start for block in outgoing)
         if outgoing or incoming:
-            self._exchange(send, outgoing, recv, incoming)
+            with self._moving():
+                self._exchange(send, outgoing, recv, incoming)
         return received
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
@@ -93,7 +96,8 @@ class ByteCommunicator(Communicator):
         send = torch.tensor(list(counts), dtype=torch.int64, device="cpu")
         recv = torch.empty_like(send)
         self._count_collective(8 * self.size)
-        self._alltoall(as_bytes(send), as_bytes(recv))
+        with self._moving():
+            self._alltoall(as_bytes(send), as_bytes(recv))
         return [int(n) for n in recv.tolist()]
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -108,11 +112,12 @@ class ByteCommunicator(Communicator):
         gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
         send, recv = as_bytes(rows), as_bytes(gathered)
         self._count_collective(send.numel())
-        if all(n == n_rows for n in counts):
-            self._allgather(send, recv)
-        else:
-            row_bytes = _row_bytes(rows)
-            self._allgatherv(send, recv, [n * row_bytes for n in counts])
+        with self._moving():
+            if all(n == n_rows for n in counts):
+                self._allgather(send, recv)
+            else:
+                row_bytes = _row_bytes(rows)
+                self._allgatherv(send, recv, [n * row_bytes for n in counts])
         return gathered
 
     # ------------------------------------------------------------------------------------ sum
@@ -137,7 +142,8 @@ class ByteCommunicator(Communicator):
         padded[: flat.numel()] = flat
         partials = torch.empty_like(padded)
         self._count_collective(padded.numel() * padded.element_size())
-        self._alltoall(as_bytes(padded), as_bytes(partials))
+        with self._moving():
+            self._alltoall(as_bytes(padded), as_bytes(partials))
         own_slice = _add_in_order(partials.reshape(self.size, slice_length))
         return self.gather_rows(own_slice)[: flat.numel()]
 
@@ -148,7 +154,8 @@ class ByteCommunicator(Communicator):
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         self._count_collective(8)
         self._count_collective(len(payload))
-        return self._gather_pickled(payload)
+        with self._moving():
+            return self._gather_pickled(payload)
 
     def _gather_pickled(self, payload: bytes) -> list[T]:
         """Gather byte strings and unpickle them, uncounted."""
@@ -170,15 +177,26 @@ class ByteCommunicator(Communicator):
         self._count_collective(8 if self.rank == root else 0)
         self._count_collective(len(payload))
         length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
-        self._broadcast(as_bytes(length), root)
-        buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        if self.rank == root:
-            buffer = _from_buffer(payload)
-        self._broadcast(buffer, root)
+        with self._moving():
+            self._broadcast(as_bytes(length), root)
+            buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            if self.rank == root:
+                buffer = _from_buffer(payload)
+            self._broadcast(buffer, root)
         received: T = pickle.loads(buffer.numpy().tobytes())
         return received
 
     # -------------------------------------------------------------------------------- helpers
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Count the seconds inside the ``with`` block as spent in messages."""
+        self.check_usable()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.traffic.seconds += time.perf_counter() - start
 
     def _count_collective(self, n_bytes: int) -> None:
         """Count one collective operation, unless this rank is alone."""

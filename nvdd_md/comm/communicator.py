@@ -7,14 +7,16 @@ here records autograd history: the differentiable exchanges are built on top.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Communicator", "Traffic", "usual_device"]
+from nvdd_md.comm.errors import CommError
+
+__all__ = ["Communicator", "RollCall", "Traffic", "usual_device"]
 
 T = TypeVar("T")
 
@@ -34,30 +36,45 @@ class Traffic:
         gather or broadcast is two: lengths, then bytes).
     collective_bytes : int
         Bytes this rank put into them (the size of its send buffers).
+    seconds : float
+        Time inside calls that move rows, waiting for other ranks included. Two counts are equal
+        whatever this is.
     """
 
     messages: int = 0
     message_bytes: int = 0
     collectives: int = 0
     collective_bytes: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        for field in fields(self):
-            setattr(self, field.name, 0)
+        for counter in fields(self):
+            setattr(self, counter.name, counter.default)
 
     def snapshot(self) -> "Traffic":
         """Return a copy that later traffic does not change."""
         return replace(self)
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """Return the traffic of both."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Traffic(*(mine + theirs for mine, theirs in pairs))
+
     def __sub__(self, earlier: "Traffic") -> "Traffic":
         """Return the traffic between two snapshots."""
-        return Traffic(
-            self.messages - earlier.messages,
-            self.message_bytes - earlier.message_bytes,
-            self.collectives - earlier.collectives,
-            self.collective_bytes - earlier.collective_bytes,
-        )
+        pairs = ((getattr(self, f.name), getattr(earlier, f.name)) for f in fields(self))
+        return Traffic(*(now - then for now, then in pairs))
+
+
+class RollCall(Protocol):
+    """Who has arrived at one call that all ranks must make."""
+
+    def missing(self) -> list[int]:
+        """Let the other ranks know of this one; return those that have not done so yet.
+
+        Waits for nobody and may be called again. Safe in the thread that calls ``on_wait``.
+        """
 
 
 class Communicator(ABC):
@@ -74,30 +91,41 @@ class Communicator(ABC):
         The same among the group's ranks on this node.
     device : torch.device
         Where tensors for exchange normally live. Informational.
+    job_size : int
+        Ranks of the whole job, those outside of this group included.
     traffic : Traffic
         Counters of what this rank has sent.
+    given_up : str or None
+        Why this rank can no longer use the communicator: it has left a call that other ranks may
+        still be in, so messages would reach the wrong one.
     on_wait : callable or None
         Called now and then with ``(what, waited_s)`` while a call waits for other ranks, for
-        watchdogs. It may raise: the wait is then given up, and the communicator with it,
-        except in a timed :meth:`barrier`, after which it can still be used.
-        Backends that wait inside a library call it less often or never.
+        watchdogs. Over MPI it may raise: the wait is then given up, and the communicator with it,
+        except in a timed :meth:`barrier`, after which it can still be used. Over
+        torch.distributed it is called in another thread, and must not raise.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    job_size: int
     device: torch.device
     traffic: Traffic
+    given_up: str | None
     on_wait: Callable[[str, float], None] | None
 
-    def __init__(self, rank: int, size: int, local_rank: int, local_size: int) -> None:
+    def __init__(
+        self, rank: int, size: int, local_rank: int, local_size: int, job_size: int
+    ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.local_size = local_size
+        self.job_size = job_size
         self.device = usual_device(local_rank, local_size)
         self.traffic = Traffic()
+        self.given_up = None
         self.on_wait = None
 
     @abstractmethod
@@ -187,6 +215,28 @@ class Communicator(ABC):
         CommTimeoutError
             After ``timeout_s`` seconds, with the ranks that have not arrived.
         """
+
+    @abstractmethod
+    def roll_call(self) -> RollCall:
+        """Begin a call that all ranks must arrive at. Every rank does so in the same order."""
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether the message-passing library still runs and has this group."""
+
+    def check_usable(self) -> None:
+        """Check that this rank has not given up the communicator.
+
+        Raises
+        ------
+        CommError
+            If it has.
+        """
+        if self.given_up is not None:
+            raise CommError(
+                f"rank {self.rank} of {self.size} can no longer communicate: {self.given_up}"
+            )
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":

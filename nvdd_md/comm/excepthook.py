@@ -5,6 +5,7 @@ import traceback
 from types import TracebackType
 
 from nvdd_md.comm.communicator import Communicator
+from nvdd_md.comm.launch import job_rank
 
 __all__ = ["install_excepthook"]
 
@@ -15,9 +16,9 @@ def install_excepthook(comm: Communicator) -> None:
     """Let an uncaught exception on any rank end the whole job, with the rank in its traceback.
 
     Also for ``KeyboardInterrupt``. The hook that was installed before is still called. Does
-    nothing for one rank, or when called again.
+    nothing in a job of one rank, or when called again.
     """
-    if comm.size == 1 or _installed:
+    if comm.job_size == 1 or _installed:
         return
     _installed.append(comm)
     earlier = sys.excepthook
@@ -25,7 +26,9 @@ def install_excepthook(comm: Communicator) -> None:
     def abort_job(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        headline = f"[rank {comm.rank} of {comm.size}] uncaught exception, the job is aborted:\n"
+        headline = (
+            f"[rank {job_rank()} of {comm.job_size}] uncaught exception, the job is aborted:\n"
+        )
         try:
             if earlier is sys.__excepthook__:
                 # In one write, so that several ranks' tracebacks do not mix.

@@ -20,6 +20,7 @@ from nvdd_md.comm.serial import SerialCommunicator
 
 __all__ = [
     "as_communicator",
+    "job_rank",
     "world_communicator",
 ]
 
@@ -58,6 +59,21 @@ def world_communicator(backend: str = "auto") -> Communicator:
         }
         _worlds[backend] = make[backend]()
     return _worlds[backend]
+
+
+def job_rank() -> int:
+    """Return the number of this process in the job, without communication.
+
+    As far as it is known: from torch.distributed or MPI where they have been started, else from
+    what the launcher set. 0 for a process alone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    mpi4py_mpi = sys.modules.get("mpi4py.MPI")
+    if mpi4py_mpi is not None and mpi4py_mpi.Is_initialized() and not mpi4py_mpi.Is_finalized():
+        return int(mpi4py_mpi.COMM_WORLD.rank)
+    launch = detect_launch()
+    return 0 if launch is None else launch.rank
 
 
 def as_communicator(comm: object = None) -> Communicator:

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 BARRIER_TAG = 32001  # MPI guarantees tags up to 32767
 ROWS_TAG = 32002
+ROLL_TAG = 32003
 
 SPIN_TESTS = 5  # more only keeps a core from a rank that needs it, when ranks share cores
 YIELD_S = 2e-3  # after that long the others are computing, not communicating
@@ -48,6 +49,7 @@ SLEEP_S = 50e-6
 LONG_SLEEP_S = 1e-3
 LONG_WAIT_S = 1.0
 WATCH_EVERY_S = 0.05
+FORWARD_S = 0.2  # MPICH's launcher drops output that it has not yet forwarded when a job is aborted
 
 # Operations that were given up. Their buffers live as long as these objects.
 _unfinished: list[MPI.Request] = []
@@ -70,11 +72,16 @@ class MpiCommunicator(ByteCommunicator):
 
     def _attach(self, private: "_PrivateCopy", *, owned: bool) -> None:
         """Take over a private MPI communicator."""
+        self._private = private
         self._mpi = private.comm
         self._owned = owned
         self._cuda_aware = os.environ.get("NVDD_MD_CUDA_AWARE_MPI") == "1"
         super().__init__(
-            private.comm.rank, private.comm.size, private.local_rank, private.local_size
+            private.comm.rank,
+            private.comm.size,
+            private.local_rank,
+            private.local_size,
+            MPI.COMM_WORLD.size,
         )
 
     # -------------------------------------------------------------------------------- moving
@@ -144,9 +151,11 @@ class MpiCommunicator(ByteCommunicator):
                 return True
         try:
             return self._wait_long(requests, what, deadline_s)
-        except BaseException:  # a watchdog, or Ctrl-C
+        except BaseException as error:  # a watchdog, or Ctrl-C
             # MPI may still write into their buffers, which must not be freed.
             _unfinished.extend(requests)
+            if deadline_s is None:
+                self.given_up = f"a {what} was given up ({type(error).__name__})"
             raise
 
     def _wait_long(self, requests: list[MPI.Request], what: str, deadline_s: float | None) -> bool:
@@ -166,6 +175,7 @@ class MpiCommunicator(ByteCommunicator):
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks are here. **Collective**."""
+        self.check_usable()
         self._count_collective(0)
         if timeout_s is None:
             self._wait([self._mpi.Ibarrier()], "barrier")
@@ -187,6 +197,16 @@ class MpiCommunicator(ByteCommunicator):
                 "ranks must make, or did they stop?"
             )
 
+    def roll_call(self) -> "_RollCall":
+        """Begin a call that all ranks must arrive at."""
+        self._private.rolls += 1
+        return _RollCall(self._private)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether MPI still runs and has this group."""
+        return not MPI.Is_finalized() and self._mpi != MPI.COMM_NULL
+
     # -------------------------------------------------------------------------------- groups
 
     def split(self, color: int | None, key: int = 0) -> "MpiCommunicator | None":
@@ -202,24 +222,31 @@ class MpiCommunicator(ByteCommunicator):
 
     def close(self) -> None:
         """Free a group made by :meth:`split`; nothing for others. **Collective** then."""
-        if self._owned and self._mpi != MPI.COMM_NULL and not MPI.Is_finalized():
+        if self._owned and self.is_open:
             self._mpi.Free()
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job, all ranks of the world, at once; standard output is flushed."""
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(FORWARD_S)
         MPI.COMM_WORLD.Abort(code)
         os._exit(code)  # MPICH's Abort may return before the launcher has killed this process
 
 
-@dataclass(frozen=True)
+@dataclass
 class _PrivateCopy:
-    """A communicator that only this package uses, and the place of this rank on its node."""
+    """A communicator that only this package uses, and the place of this rank on its node.
+
+    ``rolls`` counts the roll calls begun here, ``announced`` has the last one that each other
+    rank is known to have reached.
+    """
 
     comm: MPI.Comm
     local_rank: int
     local_size: int
+    rolls: int = 0
+    announced: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, comm: MPI.Comm) -> "_PrivateCopy":
@@ -228,6 +255,30 @@ class _PrivateCopy:
         copy = cls(comm, node.rank, node.size)
         node.Free()
         return copy
+
+
+class _RollCall:
+    """One roll call: small messages with its number, read only by ranks that wait."""
+
+    def __init__(self, private: _PrivateCopy) -> None:
+        self._private = private
+        self._number = private.rolls
+        self._told = False
+
+    def missing(self) -> list[int]:
+        """Let the other ranks know of this one; return those that have not done so yet."""
+        comm = self._private.comm
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        if not self._told:
+            self._told = True
+            notice = np.array([self._number], dtype=np.int64)
+            _unfinished.extend(comm.Isend([notice, MPI.INT64_T], r, ROLL_TAG) for r in others)
+        status = MPI.Status()
+        while comm.Iprobe(MPI.ANY_SOURCE, ROLL_TAG, status):
+            number = np.empty(1, dtype=np.int64)
+            comm.Recv([number, MPI.INT64_T], status.source, ROLL_TAG)
+            self._private.announced[status.source] = int(number[0])
+        return [r for r in others if self._private.announced.get(r, 0) < self._number]
 
 
 def _free_copy(_comm: MPI.Comm, _keyval: int, copy: _PrivateCopy) -> None:

@@ -18,7 +18,7 @@ class SerialCommunicator(Communicator):
     """One rank that is the whole group. Needs no message-passing library."""
 
     def __init__(self) -> None:
-        super().__init__(rank=0, size=1, local_rank=0, local_size=1)
+        super().__init__(rank=0, size=1, local_rank=0, local_size=1, job_size=1)
 
     def exchange_rows(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
@@ -60,6 +60,19 @@ class SerialCommunicator(Communicator):
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return at once."""
+
+    def roll_call(self) -> "SerialCommunicator":
+        """Return this communicator, at which everybody is present."""
+        return self
+
+    def missing(self) -> list[int]:
+        """Return no rank."""
+        return []
+
+    @property
+    def is_open(self) -> bool:
+        """True."""
+        return True
 
     def split(self, color: int | None, key: int = 0) -> "SerialCommunicator | None":
         """Return a new group of one, or None for no colour."""

@@ -8,9 +8,11 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -27,6 +29,7 @@ __all__ = ["TorchCommunicator"]
 
 TAG = 32002
 POLL_S = 1e-3
+WATCH_EVERY_S = 0.25
 
 # Newer versions of torch rename it and warn about the old name.
 _all_gather: Callable[..., object] = (
@@ -62,7 +65,9 @@ class TorchCommunicator(ByteCommunicator):
         nodes = [members.nodes[member] for member in global_ranks]
         rank = global_ranks.index(dist.get_rank())
         local = [r for r, node in enumerate(nodes) if node == nodes[rank]]
-        super().__init__(rank, len(global_ranks), local.index(rank), len(local))
+        super().__init__(
+            rank, len(global_ranks), local.index(rank), len(local), dist.get_world_size()
+        )
         self.device = members.device
 
     # -------------------------------------------------------------------------------- moving
@@ -134,8 +139,15 @@ class TorchCommunicator(ByteCommunicator):
 
     # ------------------------------------------------------------------------------- waiting
 
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Count the seconds inside the ``with`` block, and have them watched."""
+        with super()._moving(), _lookout.watch("message", self.on_wait):
+            yield
+
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks are here. **Collective**."""
+        self.check_usable()
         self._count_collective(0)
         if timeout_s is None:
             # Not dist.barrier(): with NCCL that is a kernel on some device.
@@ -145,10 +157,7 @@ class TorchCommunicator(ByteCommunicator):
             return
         # Through the store, because a timeout inside gloo breaks all its connections.
         store = _get_default_store()
-        epoch = self._members.next_epoch(self._global_ranks)
-        ranks = ",".join(map(str, self._global_ranks))
-        prefix = f"nvdd_md/barrier/{self._members.group.group_name}/{ranks}/{epoch}"
-        keys = [f"{prefix}/{rank}" for rank in range(self.size)]
+        keys = self._keys("barrier")
         store.set(keys[self.rank], "here")
         started = time.perf_counter()
         while not store.check(keys):
@@ -163,6 +172,22 @@ class TorchCommunicator(ByteCommunicator):
             if self.on_wait is not None:
                 self.on_wait("barrier", waited)
             time.sleep(POLL_S)
+
+    def roll_call(self) -> "_RollCall":
+        """Begin a call that all ranks must arrive at."""
+        return _RollCall(self.rank, self._keys("roll"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether torch.distributed still runs."""
+        return dist.is_initialized() and hasattr(self._members, "group")
+
+    def _keys(self, purpose: str) -> list[str]:
+        """Return names in the store, one per rank, that nothing before has used."""
+        epoch = self._members.next_epoch((purpose, *self._global_ranks))
+        ranks = ",".join(map(str, self._global_ranks))
+        prefix = f"nvdd_md/{purpose}/{self._members.group.group_name}/{ranks}/{epoch}"
+        return [f"{prefix}/{rank}" for rank in range(self.size)]
 
     # -------------------------------------------------------------------------------- groups
 
@@ -203,12 +228,64 @@ class _Members:
     global_ranks: list[int]
     nodes: dict[int, str]
     device: torch.device
-    epochs: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    epochs: Counter[tuple[str | int, ...]] = field(default_factory=Counter)
 
-    def next_epoch(self, ranks: list[int]) -> int:
-        """Return the number of the next timed barrier among some ranks."""
-        self.epochs[tuple(ranks)] += 1
-        return self.epochs[tuple(ranks)]
+    def next_epoch(self, use: tuple[str | int, ...]) -> int:
+        """Return how often this has been called for a purpose and some ranks."""
+        self.epochs[use] += 1
+        return self.epochs[use]
+
+
+class _RollCall:
+    """One roll call, through the store: messages cannot be sent while a collective waits."""
+
+    def __init__(self, rank: int, keys: list[str]) -> None:
+        self._rank, self._keys = rank, keys
+
+    def missing(self) -> list[int]:
+        """Let the other ranks know of this one; return those that have not done so yet."""
+        store = _get_default_store()
+        store.set(self._keys[self._rank], "here")
+        return [rank for rank, key in enumerate(self._keys) if not store.check([key])]
+
+
+class _Lookout:
+    """A thread that calls ``on_wait`` while this rank waits inside torch.distributed."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._watched: tuple[str, float, Callable[[str, float], None]] | None = None
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watch(self, what: str, on_wait: Callable[[str, float], None] | None) -> Iterator[None]:
+        """Have ``on_wait`` called for as long as the ``with`` block lasts."""
+        if on_wait is None:
+            yield
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="nvdd_md lookout", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._watched = (what, time.perf_counter(), on_wait)
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._watched = None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._watched is None:
+                    self._changed.wait()
+                what, started, on_wait = self._watched
+            on_wait(what, time.perf_counter() - started)
+            time.sleep(WATCH_EVERY_S)
+
+
+_lookout = _Lookout()
 
 
 # By name, for as long as torch.distributed runs.

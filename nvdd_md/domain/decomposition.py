@@ -13,6 +13,7 @@ from nvdd_md.domain.lattice import FloatArray, IntArray, Lattice
 from nvdd_md.domain.neighbors import Edges, candidates, find_edges
 from nvdd_md.domain.partition import bisect
 from nvdd_md.domain.routing import HaloRouting, build_routing
+from nvdd_md.phase_times import PhaseTimes
 
 BALANCE_TOLERANCE = 1.03
 """Max/mean weight per rank above which a first decomposition is cut again with counted edges."""
@@ -105,6 +106,7 @@ def decompose(
     weights: FloatArray | None,
     cut_axes: tuple[int, ...],
     device: torch.device,
+    times: PhaseTimes,
 ) -> Decomposition:
     """Cut the system into domains and build this rank's edges and routing. Collective.
 
@@ -125,24 +127,27 @@ def decompose(
         Axes that may be cut.
     device : torch.device
         For the index tensors.
+    times : PhaseTimes
+        Gets the seconds of ``neighbours`` and ``routing``.
     """
     ids = np.arange(len(positions), dtype=np.int64)
     trial = weights if weights is not None else np.ones(len(positions))
-    owners, edges = _cut(positions, ids, trial, lattice, comm, cutoff + skin, cut_axes)
-    counted, per_rank = _count_weights(owners, edges, comm)
-    if weights is None and per_rank.max() > BALANCE_TOLERANCE * per_rank.mean():
-        owners, edges = _cut(positions, ids, counted, lattice, comm, cutoff + skin, cut_axes)
+    with times.measure("neighbours"):
+        owners, edges = _cut(positions, ids, trial, lattice, comm, cutoff + skin, cut_axes)
         counted, per_rank = _count_weights(owners, edges, comm)
+        if weights is None and per_rank.max() > BALANCE_TOLERANCE * per_rank.mean():
+            owners, edges = _cut(positions, ids, counted, lattice, comm, cutoff + skin, cut_axes)
+            counted, per_rank = _count_weights(owners, edges, comm)
 
-    owned = ids[owners == comm.rank]
-    used = np.unique(edges.neighbour)
-    ghosts = used[owners[used] != comm.rank]
-    ghosts = ghosts[np.lexsort((ghosts, owners[ghosts]))]
-    routing = build_routing(comm, owned, ghosts, owners[ghosts], device)
-
-    rows = np.full(len(positions), -1, dtype=np.int64)
-    rows[owned] = np.arange(len(owned))
-    rows[ghosts] = routing.n_own_rows + np.arange(len(ghosts))
+    with times.measure("routing"):
+        owned = ids[owners == comm.rank]
+        used = np.unique(edges.neighbour)
+        ghosts = used[owners[used] != comm.rank]
+        ghosts = ghosts[np.lexsort((ghosts, owners[ghosts]))]
+        routing = build_routing(comm, owned, ghosts, owners[ghosts], device)
+        rows = np.full(len(positions), -1, dtype=np.int64)
+        rows[owned] = np.arange(len(owned))
+        rows[ghosts] = routing.n_own_rows + np.arange(len(ghosts))
     return Decomposition(
         owners=owners,
         owned=owned,

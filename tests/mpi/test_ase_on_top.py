@@ -218,7 +218,7 @@ def test_a_band_divided_over_the_same_ranks_is_refused(comm):
         image.calc = DistributedCalculator(TwoHop(), comm, device="cpu")
     path = NEB(band, parallel=True, method="improvedtangent", world=AseWorld(comm))
     path.interpolate()
-    with pytest.raises(DisagreementError, match="the ranks submitted different systems"):
+    with pytest.raises(DisagreementError, match=r"submitted different systems(?s:.*)NEB\(parallel"):
         path.get_forces()
 
 

@@ -13,6 +13,7 @@ from nvdd_md.calculators import DistributedCalculator, LennardJones, TwoHop
 from nvdd_md.comm import Communicator, Traffic
 from nvdd_md.domain.decomposition import Decomposition, decompose
 from nvdd_md.engine import ForceEngine
+from nvdd_md.phase_times import PhaseTimes
 from nvdd_md.potential import Potential
 from nvdd_md.system import System
 
@@ -69,6 +70,7 @@ def decomposed(case: Case, comm: Communicator, skin: float = 0.0) -> Decompositi
         weights=None,
         cut_axes=(0, 1, 2),
         device=torch.device("cpu"),
+        times=PhaseTimes(Traffic()),
     )
 
 
