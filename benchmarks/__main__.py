@@ -32,9 +32,8 @@ def main() -> None:
     path = QUICK_RESULTS if options.quick else RESULTS
     if not options.table:
         measure(options, path)
-    print(
-        f"{results_file.machine()}\n\n{results_file.table(results_file.read(path), markdown=options.markdown)}"
-    )
+    table = results_file.table(results_file.read(path), markdown=options.markdown)
+    print(f"{results_file.machine()}\n\n{table}")
 
 
 def parse_options() -> argparse.Namespace:
