@@ -102,6 +102,7 @@ test-mpi: $(INSTALLED)
 test-mace: $(MACE_INSTALLED)
 	OMP_NUM_THREADS=1 $(MACE_MPIEXEC) $(MPIEXEC_FLAGS) -n 4 \
 		$(MACE_VENV)/bin/python -m pytest -p no:cacheprovider tests/mpi/test_mace.py
+	$(MACE_VENV)/bin/python -m pytest tests/test_examples.py::test_mace_from_file
 
 # MPIEXEC and MPIEXEC_FLAGS, where they are given, are in the environment of this command.
 bench: $(INSTALLED) $(MACE_INSTALLED)

@@ -103,8 +103,8 @@ class _Entry:
     def _message(self, waited_s: float, present: list[int], missing: list[int]) -> str:
         return (
             f"rank {self.comm.rank} has waited {waited_s:.0f} s: only ranks {present} entered "
-            f"{self.call}, ranks {missing} did not. All ranks must make this call; is it inside "
-            "an 'if rank == 0', or are the others still busy with something else?"
+            f"{self.call}, ranks {missing} did not. All ranks must make this call: it may be inside "
+            "an 'if rank == 0', or the others are still busy with something else"
         )
 
 
