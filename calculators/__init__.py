@@ -12,6 +12,7 @@ if not __name__.startswith("nvdd_md."):
 
 from nvdd_md.calculators.calculator import DistributedCalculator, RankLoad
 from nvdd_md.calculators.lennard_jones import LennardJones
+from nvdd_md.calculators.registry import load_potential
 from nvdd_md.calculators.two_hop import TwoHop
 
-__all__ = ["DistributedCalculator", "LennardJones", "RankLoad", "TwoHop"]
+__all__ = ["DistributedCalculator", "LennardJones", "RankLoad", "TwoHop", "load_potential"]

@@ -35,10 +35,7 @@ from nvdd_md.domain.decomposition import Decomposition
 from nvdd_md.engine import ForceEngine
 from nvdd_md.potential import Potential
 from nvdd_md.system import System
-from nvdd_md.watchdog import Watchdog
-
-DEFAULT_WATCHDOG_S = 600.0
-"""Seconds after which a rank that is missing ends the job."""
+from nvdd_md.watchdog import DEFAULT_WATCHDOG_S, Watchdog
 
 DEFAULT_SKIN = 0.5
 """Å; see ``docs/design.md`` for the measurement behind it."""

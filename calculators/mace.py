@@ -30,8 +30,10 @@ from nvdd_md.calculators.blocked_convolution import Foreign
 from nvdd_md.calculators.edge_blocks import EdgeLayout, slots_per_block
 from nvdd_md.calculators.mace_interactions import Edges, interaction_of
 from nvdd_md.calculators.mace_products import Product
+from nvdd_md.calculators.mace_readouts import PairRepulsion, Readout
+from nvdd_md.calculators.model_file import read_on_rank_0
 from nvdd_md.helpers import refresh_neighbors
-from nvdd_md.potential import InfoKey, LocalGraph, Potential
+from nvdd_md.potential import InfoKey, LocalGraph, Potential, digest_of
 
 MODELS = ("MACE", "ScaleShiftMACE")
 """Model classes whose forward is known."""
@@ -72,6 +74,9 @@ class Network(nn.Module):
 
         self.interactions = nn.ModuleList(interaction_of(block) for block in given.interactions)
         self.products = nn.ModuleList(Product(block) for block in given.products)
+        self.readouts = nn.ModuleList(Readout(block, head) for block in given.readouts)
+        repulsion = getattr(given, "pair_repulsion_fn", None)
+        self.repulsion = None if repulsion is None else PairRepulsion(repulsion)
         self.conditions = tuple(getattr(given, "embedding_specs", None) or ())
         if not self.conditions:
             read, kept = self._per_element({})
@@ -165,27 +170,18 @@ class Network(nn.Module):
 
     def _interaction_energies(self, features: list[Tensor], graph: LocalGraph) -> Tensor:
         """Return (n_own_rows,) float64, eV, given the features that each layer made."""
-        heads = torch.full_like(graph.system, self.head)
-        readouts = self.model.readouts
-        read = features[-1:] if len(readouts) == 1 else features
-        parts = [readout(x, heads)[:, self.head] for readout, x in zip(readouts, read, strict=True)]
-        if hasattr(self.model, "pair_repulsion_fn"):
-            parts.append(self._pair_energies(graph))
+        read = features[-1:] if len(self.readouts) == 1 else features
+        parts = [readout(x) for readout, x in zip(self.readouts, read, strict=True)]
+        if self.repulsion is not None:
+            distances = torch.linalg.vector_norm(graph.edge_vectors, dim=1)
+            one = graph.numbers[graph.edge_centre]
+            other = graph.neighbour_numbers[graph.edge_neighbour]
+            pairs = self.repulsion(distances, one, other)
+            parts.append(torch.zeros_like(parts[0]).index_add(0, graph.edge_centre, pairs))
         total = torch.stack(parts).sum(0)
         if hasattr(self.model, "scale_shift"):
-            total = self.model.scale_shift(total, heads)
+            total = self.model.scale_shift(total, torch.full_like(graph.system, self.head))
         return total.double()
-
-    def _pair_energies(self, graph: LocalGraph) -> Tensor:
-        """Return half of the repulsion of each own row's pairs, (n_own_rows,) eV."""
-        n_own = graph.n_centre_rows
-        species = self.species[torch.cat((graph.numbers, graph.neighbour_numbers))]
-        pair = torch.stack((graph.edge_neighbour + n_own, graph.edge_centre))
-        lengths = torch.linalg.vector_norm(graph.edge_vectors, dim=1, keepdim=True)
-        energies: Tensor = self.model.pair_repulsion_fn(
-            lengths, self.one_hot[species], pair, self.model.atomic_numbers
-        )
-        return energies[:n_own]
 
 
 class MACE(Potential):
@@ -209,6 +205,9 @@ class MACE(Potential):
     enable_cueq, enable_oeq : bool
         Let MACE convert the model to modules of cuEquivariance or OpenEquivariance, for
         ``device``.
+    comm : Communicator, mpi4py communicator, ProcessGroup or None
+        Ranks for all of which its rank 0 reads the model file; **Collective** then. None: this rank
+        reads it by itself.
 
     Raises
     ------
@@ -218,6 +217,8 @@ class MACE(Potential):
         If there is no such dtype or head, or if a head must be chosen.
     NotImplementedError
         If the model is of another class, or has parts of another class, than those known here.
+    OSError
+        If the model file cannot be read.
     """
 
     def __init__(
@@ -229,14 +230,17 @@ class MACE(Potential):
         device: str | torch.device = "cpu",
         enable_cueq: bool = False,
         enable_oeq: bool = False,
+        comm: object = None,
     ) -> None:
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"MACE computes in torch.float32 or torch.float64, not in {dtype}")
         device = torch.device(device)
         with _undisturbed():
-            loaded = _load(model)
+            loaded = _load(model, comm)
+            self.weights_digest = digest_of(loaded)
             self.info_keys = _info_keys(loaded)
             number = _head_number(loaded, head)
+            self.head = number
             self.dtype = dtype or next(loaded.parameters()).dtype
             loaded = loaded.to(device=device, dtype=self.dtype)
             loaded = _accelerated(loaded, device, cueq=enable_cueq, oeq=enable_oeq)
@@ -270,8 +274,8 @@ def _undisturbed() -> Iterator[None]:
             torch.set_default_dtype(default)
 
 
-def _load(model: str | PathLike[str] | nn.Module) -> Foreign:
-    """Return a model of a known class, to be taken apart."""
+def _load(model: str | PathLike[str] | nn.Module, comm: object) -> Foreign:
+    """Return a model of a known class, to be taken apart. Collective if there is a ``comm``."""
     try:
         import mace  # noqa: F401 - before e3nn, which it prepares torch for
     except ModuleNotFoundError as error:
@@ -287,7 +291,7 @@ def _load(model: str | PathLike[str] | nn.Module) -> Foreign:
         torch.save(model, source)
         source.seek(0)
     else:
-        source = model
+        source = model if comm is None else BytesIO(read_on_rank_0(model, comm))
     loaded = torch.load(source, map_location="cpu", weights_only=False)
     name = type(loaded).__name__
     if name not in MODELS:
@@ -320,7 +324,12 @@ def _info_keys(model: Foreign) -> dict[str, InfoKey]:
                 f"{list(CONDITIONS)} per graph"
             )
         key, default = CONDITIONS[name]
-        keys[key] = InfoKey(default, integer=spec["type"] == "categorical")
+        if spec["type"] == "categorical":
+            lowest = -spec.get("offset", 0)
+            highest = lowest + spec["num_classes"] - 1
+            keys[key] = InfoKey(default, integer=True, lowest=lowest, highest=highest)
+        else:
+            keys[key] = InfoKey(default)
     return keys
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor, nn
 
 from nvdd_md.calculators.blocked_convolution import Convolution, Foreign
 from nvdd_md.calculators.edge_blocks import EdgeLayout, slots_per_block
+from nvdd_md.calculators.model_file import from_rank_0
 from nvdd_md.helpers import refresh_neighbors
-from nvdd_md.potential import LocalGraph, Potential
+from nvdd_md.potential import LocalGraph, Potential, digest_of
 
 
 class Network(nn.Module):
@@ -169,6 +172,9 @@ class SevenNet(Potential):
         ``"7net-mf-0"``.
     dtype : torch.dtype
         float32 or float64, for parameters and computation alike.
+    comm : Communicator, mpi4py communicator, ProcessGroup or None
+        Ranks for all of which its rank 0 finds and reads the model; **Collective** then. None:
+        this rank reads it by itself.
 
     Raises
     ------
@@ -176,6 +182,8 @@ class SevenNet(Potential):
         If the package ``sevenn`` is missing.
     ValueError
         If there is no such model, dtype or modal, or if a modal is missing.
+    OSError
+        If the checkpoint cannot be read.
     NotImplementedError
         If the model's convolutions are of another kind than those of the published models.
     """
@@ -186,12 +194,15 @@ class SevenNet(Potential):
         *,
         modal: str | None = None,
         dtype: torch.dtype = torch.float32,
+        comm: object = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"SevenNet computes in torch.float32 or torch.float64, not in {dtype}")
         self.name = fspath(model)
+        self.modal = modal
         with _nothing_left_changed():
-            loaded = _load(self.name, modal)
+            loaded = _load(self.name, modal, comm)
+            self.weights_digest = digest_of(loaded)
             self.network = Network(loaded, modal, dtype)
         self.cutoff = self.network.cutoff
         self.exchanges = self.network.n_convolutions - 1
@@ -226,8 +237,8 @@ def _nothing_left_changed() -> Iterator[None]:
             torch.set_default_dtype(default)
 
 
-def _load(name: str, modal: str | None) -> Foreign:
-    """Build a model from its checkpoint."""
+def _load(name: str, modal: str | None, comm: object) -> Foreign:
+    """Build a model from its checkpoint. Collective if there is a ``comm``."""
     try:
         from sevenn.util import load_checkpoint
     except ModuleNotFoundError as error:
@@ -236,10 +247,27 @@ def _load(name: str, modal: str | None) -> Foreign:
         raise ImportError(
             'SevenNet models need the package sevenn: pip install "nvdd-md[sevennet]"'
         ) from error
-    checkpoint = load_checkpoint(name)
+    checkpoint = load_checkpoint(name) if comm is None else _received(name, comm, load_checkpoint)
     modals = sorted(checkpoint.config.get("_modal_map") or ())
     if not modals and modal is not None:
         raise ValueError(f"{name} has no modals, so modal={modal!r} cannot be chosen")
     if modals and modal not in modals:
         raise ValueError(f"{name} needs modal=, one of {modals}; got {modal!r}")
     return checkpoint.build_model()
+
+
+def _received(name: str, comm: object, load_checkpoint: Callable[[str], Foreign]) -> Foreign:
+    """Return a checkpoint that rank 0 has read. Collective."""
+
+    def read() -> bytes:
+        # sevenn knows where its models are, and downloads some of them.
+        return Path(load_checkpoint(name).checkpoint_path).read_bytes()
+
+    content = from_rank_0(read, comm)
+    # sevenn reads checkpoints from files only, when their content is first asked for.
+    with NamedTemporaryFile(suffix=".pth") as file:
+        file.write(content)
+        file.flush()
+        checkpoint = load_checkpoint(file.name)
+        _ = checkpoint.config
+    return checkpoint

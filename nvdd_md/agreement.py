@@ -28,10 +28,13 @@ CALLS = (
     "the stresses of an evaluation",
     "a partition report",
     "a performance report",
+    "load_potential(...)",
 )
 """What ranks may enter together, by the code that they exchange."""
 
-CONSTRUCT, EVALUATE, EVALUATE_WITH_STRESSES, STRESSES_ONLY, DECOMPOSE, REPORT = range(len(CALLS))
+CONSTRUCT, EVALUATE, EVALUATE_WITH_STRESSES, STRESSES_ONLY, DECOMPOSE, REPORT, LOAD = range(
+    len(CALLS)
+)
 
 _OK, _FAILED, _LEFT = range(3)
 _DIGEST_BYTES = 16

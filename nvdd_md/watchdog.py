@@ -11,6 +11,9 @@ from contextlib import contextmanager
 
 from nvdd_md.comm import Communicator, RollCall
 
+DEFAULT_WATCHDOG_S = 600.0
+"""Seconds after which a rank that is missing ends the job."""
+
 WARN_AFTER_S = 60.0
 ANNOUNCE_AFTER_S = 10.0
 """Ranks that have waited this long say so to the others, who could not name them otherwise."""
@@ -103,7 +106,7 @@ class _Entry:
     def _message(self, waited_s: float, present: list[int], missing: list[int]) -> str:
         return (
             f"rank {self.comm.rank} has waited {waited_s:.0f} s: only ranks {present} entered "
-            f"{self.call}, ranks {missing} did not. All ranks must make this call: it may be inside "
+            f"{self.call}, ranks {missing} did not. All ranks must make this call: it may stand in "
             "an 'if rank == 0', or the others are still busy with something else"
         )
 

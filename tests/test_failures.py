@@ -185,6 +185,22 @@ def test_the_watchdog_ends_a_job_in_which_a_rank_is_missing(absent, launcher):
     assert "get_" in job.stderr  # where in the program
 
 
+def test_the_watchdog_watches_loading_too():
+    job = run_job(
+        """
+        import time
+        from nvdd_md.calculators import load_potential, registry
+        from nvdd_md.comm import world_communicator
+        registry.DEFAULT_WATCHDOG_S = 2.0
+        if world_communicator().rank == 0:
+            load_potential("sevennet:7net-0")
+        time.sleep(300)
+        """
+    )
+    assert job.returncode != 0
+    assert "only ranks [0] entered load_potential(...), ranks [1, 2] did not" in job.stderr
+
+
 LEAVING = {
     "its script ends": "if rank == 1: sys.exit(0)",
     "it exits with a code": "if rank == 1: sys.exit(3)",

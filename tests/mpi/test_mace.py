@@ -4,10 +4,11 @@ import importlib.util
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
@@ -18,13 +19,15 @@ from oracle import Outcome, assert_agree, assert_near, assert_same_bits, on_rank
 from structures import STRUCTURES
 from torch import nn
 
-from nvdd_md.calculators import DistributedCalculator
+from nvdd_md.calculators import DistributedCalculator, load_potential, mace
 from nvdd_md.calculators.blocked_convolution import Convolution
 from nvdd_md.calculators.mace import MACE, Network
 from nvdd_md.calculators.mace_interactions import INTERACTIONS
 from nvdd_md.calculators.mace_products import SymmetricProduct
+from nvdd_md.calculators.mace_readouts import Readout
 from nvdd_md.comm import Communicator, SerialCommunicator
 from nvdd_md.potential import InfoKey, Potential
+from nvdd_md.results import NonFiniteError
 
 if importlib.util.find_spec("mace") is None:
     pytest.skip("runs in the MACE environment", allow_module_level=True)
@@ -32,6 +35,7 @@ if importlib.util.find_spec("mace") is None:
 with warnings.catch_warnings(action="ignore"):
     from mace import modules  # before e3nn, for which it prepares torch
     from mace.calculators import MACECalculator
+    from mace.data.neighborhood import get_neighborhood
     from mace.modules.wrapper_ops import with_oeq_scatter_sum
 
 from e3nn import o3
@@ -73,10 +77,29 @@ KINDS = {
 }
 """What differs from the usual model."""
 
+BIASED = "NonLinearBiasReadoutBlock"
+
+FULL_SIZE = {
+    "r_max": 6.0,
+    "num_bessel": 10,
+    "max_ell": 3,
+    "hidden_irreps": o3.Irreps("128x0e + 128x1o"),
+    "MLP_irreps": o3.Irreps("16x0e"),
+    "avg_num_neighbors": 61.9647,
+    "atomic_numbers": list(range(1, 90)),
+    "radial_MLP": [64, 64, 64],
+}
+"""What the large published models have."""
+
 OTHERS = {
     "usual": {},
     "float32": {"dtype": torch.float32},
     "heads": {"heads": ["one", "Default"], "pair_repulsion": True},
+    "heads with biased readouts": {
+        "heads": ["one", "Default", "three"],
+        "readout_cls": getattr(modules.blocks, BIASED),
+    },
+    "full size": FULL_SIZE,
     "conditions": {"embedding_specs": CONDITIONS},
     "conditions, read out": {"embedding_specs": CONDITIONS, "use_embedding_readout": True},
 }
@@ -93,7 +116,6 @@ def build(name: str) -> nn.Module:
         "max_ell": 2,
         "interaction_cls": RESIDUAL,
         "num_interactions": 2,
-        "num_elements": len(ELEMENTS),
         "hidden_irreps": o3.Irreps("8x0e + 8x1o"),
         "MLP_irreps": o3.Irreps("8x0e"),
         "avg_num_neighbors": 15.0,
@@ -104,12 +126,14 @@ def build(name: str) -> nn.Module:
         "scaled": True,
         "dtype": torch.float64,
     } | given
+    numbers = arguments["atomic_numbers"]
+    arguments["num_elements"] = len(numbers)
     arguments.setdefault("interaction_cls_first", arguments["interaction_cls"])
     for key in ("interaction_cls", "interaction_cls_first"):
         arguments[key] = modules.interaction_classes[arguments[key]]
     n_heads = len(arguments.get("heads", [0]))
     rng = np.random.default_rng(0)
-    arguments["atomic_energies"] = np.squeeze(rng.normal(size=(n_heads, len(ELEMENTS))))
+    arguments["atomic_energies"] = np.squeeze(rng.normal(size=(n_heads, len(numbers))))
     if arguments.pop("scaled"):
         arguments["atomic_inter_scale"] = np.squeeze(400.0 + 100.0 * np.arange(n_heads))
         arguments["atomic_inter_shift"] = np.squeeze(0.3 + 0.1 * np.arange(n_heads))
@@ -142,10 +166,12 @@ def distributed(potential: Potential, comm: Communicator) -> DistributedCalculat
     return DistributedCalculator(potential, comm, device="cpu")
 
 
-def structure(name: str, info: Mapping[str, object] | None = None) -> Atoms:
-    """Return one of the structures, of elements that the models know."""
+def structure(
+    name: str, info: Mapping[str, object] | None = None, elements: Sequence[int] = ELEMENTS
+) -> Atoms:
+    """Return one of the structures, of elements that the model knows."""
     atoms = STRUCTURES[name]()
-    unknown = ~np.isin(atoms.numbers, ELEMENTS)
+    unknown = ~np.isin(atoms.numbers, elements)
     atoms.numbers[unknown] = np.where(atoms.numbers[unknown] % 2, 29, 8)
     atoms.info.update(info or {})
     return atoms
@@ -165,12 +191,26 @@ def mace_calculator(name: str, head: str | None, dtype: str) -> MACECalculator:
 def by_mace(
     atoms: Atoms, name: str = "usual", head: str | None = None, dtype: str = "float64"
 ) -> Outcome:
-    """Return what the calculator of mace gives. Asked for on rank 0 only."""
+    """Return what the calculator of mace gives. Asked for on rank 0 only.
+
+    Some factors of a model are computed in torch's default dtype, which its calculator leaves
+    alone.
+    """
     atoms.calc = mace_calculator(name, head, dtype)
-    forces, results = atoms.get_forces(), atoms.calc.results
-    has_stress = atoms.cell.rank == 3 and atoms.pbc.any()
-    stress, stresses = (results[key] if has_stress else None for key in ("stress", "stresses"))
+    with default_dtype(getattr(torch, dtype)), warnings.catch_warnings(action="ignore"):
+        forces, results = atoms.get_forces(), atoms.calc.results
+    stress = stresses = None
+    if atoms.cell.rank == 3 and atoms.pbc.any():
+        cell = mace_cell(atoms)
+        scale = abs(np.linalg.det(cell) / np.linalg.det(atoms.cell.array))
+        stress, stresses = (scale * results[key] for key in ("stress", "stresses"))
     return Outcome(results["energy"], results["energies"], forces, stress, stresses)
+
+
+def mace_cell(atoms: Atoms) -> np.ndarray:
+    """Return the cell by whose volume mace divides, which is long along open axes."""
+    cell = atoms.cell.array.copy()  # mace changes it
+    return get_neighborhood(atoms.positions, atoms.calc.r_max, tuple(atoms.pbc), cell)[3]
 
 
 @cache
@@ -181,26 +221,31 @@ def by_one_rank(atoms: str) -> Outcome:
 # -- The physics is that of mace, on any number of ranks
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "random_liquid",
-        "slab_across_the_face",
-        "cluster_without_cell",
-        "primitive_cell_of_two_atoms",
-        "three_atoms",
-        "last_atom_isolated",
-        "isolated_atoms_in_a_box",
-        "one_atom_in_a_box",
-        "no_atoms",
-    ],
-)
+NOT_FOR_MACE = ("atoms_at_one_point", "no_atoms", "no_atoms_in_a_box")
+
+
+@cache
+def by_mace_of_full_size(name: str) -> Outcome:
+    atoms = structure(name, elements=FULL_SIZE["atomic_numbers"])
+    return by_mace(atoms, "full size")
+
+
+@pytest.mark.parametrize("name", sorted(STRUCTURES.keys() - set(NOT_FOR_MACE)))
 def test_float64(comm, name):
-    got = outcome(structure(name), distributed(wrapped("usual"), comm))
-    assert_agree(got, on_rank_0(comm, lambda: by_one_rank(name)), **R11)
-    if name != "no_atoms":  # which mace does not take
-        assert_agree(got, on_rank_0(comm, lambda: by_mace(structure(name))), **R11)
+    atoms = structure(name, elements=FULL_SIZE["atomic_numbers"])
+    got = outcome(atoms, distributed(wrapped("full size"), comm))
+    assert_agree(got, on_rank_0(comm, lambda: by_mace_of_full_size(name)), **R11)
     assert_same_bits(comm, *got.arrays())
+
+
+@pytest.mark.parametrize("comm", [1, 3], indirect=True)
+def test_structures_that_mace_does_not_take(comm):
+    for name in ("no_atoms", "no_atoms_in_a_box"):
+        got = outcome(structure(name), distributed(wrapped("usual"), comm))
+        assert got.energy == 0.0
+        assert got.forces.shape == (0, 3)
+    with pytest.raises(NonFiniteError, match="forces that are not finite"):
+        outcome(structure("atoms_at_one_point"), distributed(wrapped("usual"), comm))
 
 
 @pytest.mark.parametrize("comm", [3], indirect=True)
@@ -245,13 +290,14 @@ def test_modules_of_another_kind(comm, fused):
 
 
 @pytest.mark.parametrize("comm", [2], indirect=True)
-def test_heads(comm):
+@pytest.mark.parametrize("name", ["heads", "heads with biased readouts"])
+def test_heads(comm, name):
     energies = []
     for head in ("one", "Default", None):
-        got = outcome(structure("random_liquid"), distributed(wrapped("heads", head), comm))
+        got = outcome(structure("random_liquid"), distributed(wrapped(name, head), comm))
         named = head or "Default"
         wanted = on_rank_0(
-            comm, lambda named=named: by_mace(structure("random_liquid"), "heads", named)
+            comm, lambda named=named: by_mace(structure("random_liquid"), name, named)
         )
         assert_agree(got, wanted, **R11)
         energies.append(got.energy)
@@ -262,7 +308,8 @@ def test_heads(comm):
 @pytest.mark.parametrize("name", ["conditions", "conditions, read out"])
 def test_charge_and_spin(comm, name):
     potential = wrapped(name)
-    assert potential.info_keys == {"charge": InfoKey(0.0, integer=True), "spin": InfoKey(1.0)}
+    charges = InfoKey(0.0, integer=True, lowest=-4, highest=4)
+    assert potential.info_keys == {"charge": charges, "spin": InfoKey(1.0)}
     energies = []
     for info in ({}, {"charge": -2, "spin": 3}):
         got = outcome(structure("random_liquid", info), distributed(potential, comm))
@@ -273,6 +320,20 @@ def test_charge_and_spin(comm, name):
         assert_agree(got, wanted, **R11)
         energies.append(got.energy)
     assert energies[0] != energies[1]
+
+
+@pytest.mark.parametrize("comm", [1, 3], indirect=True)
+def test_charges_that_the_model_does_not_know(comm):
+    calculator = distributed(wrapped("conditions"), comm)
+    for charge in (5, -5, 300):
+        comm.traffic.reset()
+        with pytest.raises(ValueError, match=rf"info\['charge'\] must be from -4 to 4 .* {charge}"):
+            outcome(structure("alloy", {"charge": charge}), calculator)
+        assert comm.traffic.messages == 0
+    outcome(structure("alloy", {"charge": 4}), calculator)
+    outcome(structure("alloy", {"charge": -4}), calculator)
+    with pytest.raises(ValueError, match=r"must be a whole number, got 0\.5"):
+        outcome(structure("alloy", {"charge": 0.5}), calculator)
 
 
 # -- Precision
@@ -309,8 +370,8 @@ def test_float32_is_as_precise_as_mace(comm, name):
     wide = wrapped("float32", dtype=torch.float64)
     exact = outcome(structure(name), distributed(wide, comm))
     got = outcome(structure(name), distributed(wrapped("float32"), comm))
-    mace = by_mace(structure(name), "float32", dtype="float32")
-    error, allowed = (np.square(one.forces - exact.forces).mean() ** 0.5 for one in (got, mace))
+    theirs = by_mace(structure(name), "float32", dtype="float32")
+    error, allowed = (np.square(one.forces - exact.forces).mean() ** 0.5 for one in (got, theirs))
     assert error <= 1.2 * allowed
     # Weights and every intermediate are rounded to float32: a few units in the last place per atom.
     few = 4 * torch.finfo(torch.float32).eps
@@ -338,11 +399,21 @@ def test_other_dtype_than_that_of_the_model(comm):
 ROW_WISE = (
     *("linear_up", "linear_res", "linear", "linear_1", "linear_2", "linear_down"),
     *("skip_tp", "skip_linear", "equivariant_nonlin", "reshape", "node_embedding"),
+    *("linear_mid", "non_linearity", "joint_embedding"),
 )
 """Modules of mace that compute each row from that row."""
 
+ONCE_PER_ELEMENT = {
+    "model.node_embedding",
+    "model.node_embedding.linear",
+    "model.joint_embedding",
+    "model.interactions.0.linear_up",
+    "model.interactions.0.skip_tp",
+}
+"""Modules of the first layer, which reads elements, and charge and spin where a model has them."""
 
-@pytest.mark.parametrize("name", ["three layers", *INTERACTIONS])
+
+@pytest.mark.parametrize("name", ["three layers", "conditions", *INTERACTIONS])
 def test_no_module_computes_ghosts(comm, name):
     potential = wrapped(name)
     atoms = structure("slab_across_the_face")
@@ -360,13 +431,17 @@ def test_no_module_computes_ghosts(comm, name):
     handles = [
         hook(of, module)
         for of, module in potential.network.named_modules()
-        if of.split(".")[-1] in ROW_WISE or isinstance(module, Convolution | SymmetricProduct)
+        if of.split(".")[-1] in ROW_WISE
+        or isinstance(module, Convolution | SymmetricProduct | Readout)
     ]
     atoms.get_forces()
     for handle in handles:
         handle.remove()
 
     load = calculator.partition_report(atoms)[comm.rank]
+    table = {of: rows.pop(of) for of in [*rows] if of in ONCE_PER_ELEMENT and name == "conditions"}
+    assert all(lengths == {len(ELEMENTS)} for lengths in table.values())
+    assert len(table) == (len(ONCE_PER_ELEMENT) if name == "conditions" else 0)
     assert set().union(*rows.values()) == {load.owned}
     assert len(rows) > 10
     features, slots = zip(*reads, strict=True)
@@ -405,18 +480,48 @@ def test_one_exchange_between_layers(comm, make):
 # -- The model as an object
 
 
-@pytest.mark.parametrize("comm", [2], indirect=True)
-def test_model_file(comm, shared_tmp_path):
-    path = shared_tmp_path / "model.pt"
+def test_model_file(comm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # another folder on each rank
     if comm.rank == 0:
-        torch.save(build("usual"), path)
-    comm.barrier()
-    potential = MACE(path)
-    assert potential.name == str(path)
-    assert (potential.cutoff, potential.exchanges) == (4.0, 1)
-    assert potential.elements == set(ELEMENTS)
-    got = outcome(structure("alloy"), distributed(potential, comm))
-    assert_agree(got, on_rank_0(comm, lambda: by_one_rank("alloy")), **R11)
+        torch.save(build("usual"), "model.pt")
+    comm.traffic.reset()
+    for potential in (load_potential("mace:model.pt", comm), MACE("model.pt", comm=comm)):
+        assert potential.name == "model.pt"
+        assert (potential.cutoff, potential.exchanges) == (4.0, 1)
+        assert potential.elements == set(ELEMENTS)
+        got = outcome(structure("alloy"), distributed(potential, comm))
+        assert_agree(got, on_rank_0(comm, lambda: by_one_rank("alloy")), **R11)
+        assert_same_bits(comm, *potential.network.state_dict().values())
+    wide = load_potential("mace:model.pt", comm, dtype="float32", head="Default")
+    assert wide.dtype == torch.float32
+    with pytest.raises(ValueError, match="head= must be one of them, got 'two'"):
+        load_potential("mace:model.pt", comm, head="two")
+    with pytest.raises(TypeError, match=r"no option 'heads' \(did you mean 'head'\?\)"):
+        load_potential("mace:model.pt", comm, heads="two")
+
+
+def test_model_file_read_by_each_rank_for_itself(comm, tmp_path):
+    torch.save(build("usual"), tmp_path / "model.pt")
+    comm.traffic.reset()
+    read = MACE(tmp_path / "model.pt")
+    copied = MACE(build("usual"), comm=comm)
+    assert comm.traffic.collectives == 0
+    for potential in (read, copied):
+        assert_same_bits(comm, *potential.network.state_dict().values())
+
+
+def test_model_files_that_cannot_be_read(comm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if comm.rank > 0:
+        torch.save(build("usual"), "model.pt")
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: 'model\.pt'"):
+        MACE("model.pt", comm=comm)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="folder"):
+        load_potential("mace:folder", comm)
+    (tmp_path / "text").write_text("no model")
+    with pytest.raises(UnpicklingError):
+        load_potential("mace:text", comm)
 
 
 def torch_state() -> list[object]:
@@ -434,27 +539,28 @@ def torch_state() -> list[object]:
 
 @pytest.mark.parametrize("comm", [1], indirect=True)
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_global_state_is_neither_changed_nor_read(comm, default):
+@pytest.mark.parametrize("name", ["usual", "heads", "heads with biased readouts", "narrow edges"])
+def test_global_state_is_neither_changed_nor_read(comm, name, default):
     atoms = structure("three_atoms")
     dtypes = (torch.float32, torch.float64)
     wanted = {
-        dtype: outcome(atoms.copy(), distributed(wrapped("usual", dtype=dtype), comm))
+        dtype: outcome(atoms.copy(), distributed(wrapped(name, dtype=dtype), comm))
         for dtype in dtypes
     }
-    state = build("usual").state_dict()
-    parameters = {name: value.clone() for name, value in state.items()}
+    state = build(name).state_dict()
+    parameters = {key: value.clone() for key, value in state.items()}
     with default_dtype(default):
         before = torch_state()
-        fresh = {dtype: MACE(build("usual"), dtype=dtype) for dtype in dtypes}
+        fresh = {dtype: MACE(build(name), dtype=dtype) for dtype in dtypes}
         assert torch_state() == before
         for dtype, potential in fresh.items():
             got = outcome(atoms.copy(), distributed(potential, comm))
             assert torch_state() == before
             for mine, other in zip(got.arrays(), wanted[dtype].arrays(), strict=True):
                 assert np.array_equal(mine, other)
-    for name, value in build("usual").state_dict().items():
-        assert value.dtype == parameters[name].dtype
-        assert torch.equal(value, parameters[name])
+    for key, value in build(name).state_dict().items():
+        assert value.dtype == parameters[key].dtype
+        assert torch.equal(value, parameters[key])
 
 
 @pytest.mark.parametrize("comm", [1], indirect=True)
@@ -483,6 +589,30 @@ def test_refusals(comm, monkeypatch):
         MACE("model.pt")
 
 
+@pytest.mark.parametrize("comm", [1], indirect=True)
+@pytest.mark.parametrize(
+    ("cueq", "oeq", "kind"), [(True, False, "cueq"), (False, True, "oeq"), (True, True, "hybrid")]
+)
+def test_conversions(comm, monkeypatch, cueq, oeq, kind):
+    calls = []
+
+    def run(model: nn.Module, device: str) -> nn.Module:
+        calls.append((type(model).__name__, next(model.parameters()).dtype, device))
+        torch.set_default_dtype(torch.float64)  # as the programs of mace do
+        return model
+
+    program = importlib.import_module(f"mace.cli.convert_e3nn_{kind}")
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(mace, "find_spec", lambda _name: True)
+    before = torch_state()
+    potential = MACE(build("float32"), enable_cueq=cueq, enable_oeq=oeq, dtype=torch.float64)
+    assert calls == [("ScaleShiftMACE", torch.float64, "cpu")]
+    assert torch_state() == before
+    got = outcome(structure("alloy"), distributed(potential, comm))
+    wide = wrapped("float32", dtype=torch.float64)
+    assert_agree(got, outcome(structure("alloy"), distributed(wide, comm)), 0.0, 0.0, 0.0)
+
+
 class RealAgnosticUnheardOfInteractionBlock(modules.blocks.RealAgnosticInteractionBlock):
     pass
 
@@ -499,6 +629,10 @@ def test_parts_that_are_refused(comm):
         MACE(model)
     model.embedding_specs = {"total_charge": CHARGE | {"per": "node"}}
     with pytest.raises(NotImplementedError, match="'total_charge' per node"):
+        MACE(model)
+    model = MACE(build("pair repulsion")).network.model
+    model.pair_repulsion_fn = nn.Identity()
+    with pytest.raises(NotImplementedError, match=r"of class Identity .* known is ZBLBasis"):
         MACE(model)
 
 
