@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -41,7 +40,6 @@ DEFAULT_SKIN = 0.5
 """Å; see ``docs/design.md`` for the measurement behind it."""
 
 _log = logging.getLogger(__name__)
-_seats_logged: WeakSet[Communicator] = WeakSet()
 
 _STANDARD = ("energy", "free_energy", "energies", "forces", "stress", "stresses")
 _COMPUTED = ("energy", "free_energy", "forces", "stress", "stresses")
@@ -426,13 +424,13 @@ def _agree_on_model(potential: Potential, settings: tuple[object, ...], comm: Co
 
 def _log_seats(comm: Communicator, seat: tuple[str, str, int]) -> None:
     """Log which rank runs where. Collective, the first time."""
-    if comm in _seats_logged:
+    if "log seats" in comm.once:
         return
+    comm.once.add("log seats")
     seats = comm.gather_objects(seat)
     if comm.rank == 0:
         for rank, (host, device, threads) in enumerate(seats):
             _log.info("rank %d: host %s, device %s, %d thread(s)", rank, host, device, threads)
-    _seats_logged.add(comm)
 
 
 def _log_summary(engine: ForceEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 
 from nvdd_md.agreement import leave
@@ -20,18 +21,19 @@ def leave_at_exit(comm: Communicator) -> None:
     """Let ranks that still come to a meeting on ``comm`` know when this program has ended.
 
     They then raise an error at once, instead of waiting. A communicator that was given up ends
-    the whole job.
-
-    Nothing for a group of one rank.
+    the whole job. Does nothing for a group of one rank, or when called again for the same ranks.
     """
-    if comm.size == 1 or comm in _communicators:
+    if comm.size == 1 or "leave at exit" in comm.once:
         return
+    comm.once.add("leave at exit")
     if not _communicators:
-        atexit.register(_leave_all)
+        atexit.register(_leave_all, os.getpid())
     _communicators.append(comm)
 
 
-def _leave_all() -> None:
+def _leave_all(pid: int) -> None:
+    if os.getpid() != pid:  # a fork of this rank is none of the ranks
+        return
     for comm in _communicators:
         if not comm.is_open:
             continue

@@ -98,6 +98,9 @@ class Communicator(ABC):
     given_up : str or None
         Why this rank can no longer use the communicator: it has left a call that other ranks may
         still be in, so messages would reach the wrong one.
+    once : set of str
+        What has been done for this group of ranks in this process, shared by all objects that
+        stand for the same group.
     on_wait : callable or None
         Called now and then with ``(what, waited_s)`` while a call waits for other ranks, for
         watchdogs. Over MPI it may raise: the wait is then given up, and the communicator with it,
@@ -113,6 +116,7 @@ class Communicator(ABC):
     device: torch.device
     traffic: Traffic
     given_up: str | None
+    once: set[str]
     on_wait: Callable[[str, float], None] | None
 
     def __init__(
@@ -126,6 +130,7 @@ class Communicator(ABC):
         self.device = usual_device(local_rank, local_size)
         self.traffic = Traffic()
         self.given_up = None
+        self.once = set()
         self.on_wait = None
 
     @abstractmethod

@@ -83,6 +83,7 @@ class MpiCommunicator(ByteCommunicator):
             private.local_size,
             MPI.COMM_WORLD.size,
         )
+        self.once = private.once
 
     # -------------------------------------------------------------------------------- moving
 
@@ -247,6 +248,7 @@ class _PrivateCopy:
     local_size: int
     rolls: int = 0
     announced: dict[int, int] = field(default_factory=dict)
+    once: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, comm: MPI.Comm) -> "_PrivateCopy":

@@ -69,6 +69,7 @@ class TorchCommunicator(ByteCommunicator):
             rank, len(global_ranks), local.index(rank), len(local), dist.get_world_size()
         )
         self.device = members.device
+        self.once = members.once.setdefault(tuple(global_ranks), set())
 
     # -------------------------------------------------------------------------------- moving
 
@@ -229,6 +230,7 @@ class _Members:
     nodes: dict[int, str]
     device: torch.device
     epochs: Counter[tuple[str | int, ...]] = field(default_factory=Counter)
+    once: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def next_epoch(self, use: tuple[str | int, ...]) -> int:
         """Return how often this has been called for a purpose and some ranks."""

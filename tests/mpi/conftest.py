@@ -45,6 +45,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
+from nvdd_md import departure
 from nvdd_md.comm import Communicator, as_communicator
 
 TIME_LIMIT = 120.0  # seconds, for a test without a marker
@@ -103,6 +104,8 @@ class Groups:
 
     def renew(self) -> None:
         """Make all groups. Collective over all ranks."""
+        # Nor may ranks take leave of each other there at the end.
+        departure._communicators.clear()
         counts = range(1, WORLD.size + 1)
         self.mpi = {n: self._first_ranks(n) for n in counts}
         self.control = {n: self._first_ranks(n) for n in counts}
