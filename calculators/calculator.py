@@ -122,7 +122,7 @@ class DistributedCalculator(Calculator):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         _check_arguments(potential, skin, cut_axes, watchdog_s)
-        self.comm = as_communicator(comm)
+        self.comm = as_communicator(comm, watchdog_s)
         if comm is None:
             connect_ase_world(self.comm)
         install_excepthook(self.comm)
@@ -131,10 +131,11 @@ class DistributedCalculator(Calculator):
         settings = (float(skin), tuple(cut_axes), bool(force_halo))
         with self._watchdog.entry(CALLS[agreement.CONSTRUCT]):
             _agree_on_model(potential, settings, self.comm)
-        threads = set_threads(self.comm)
-        potential.to(device_for(self.comm, device))
-        self._seat = (socket.gethostname(), str(potential.device), threads)
-        _log_seats(self.comm, self._seat)
+        with self._watchdog.inside(CALLS[agreement.CONSTRUCT]):
+            threads = set_threads(self.comm)
+            _move(potential, device, self.comm)
+            self._seat = (socket.gethostname(), str(potential.device), threads)
+            _log_seats(self.comm, self._seat)
         self._prepare(
             ForceEngine(
                 potential, self.comm, skin=skin, cut_axes=tuple(cut_axes), force_halo=force_halo
@@ -295,7 +296,8 @@ class DistributedCalculator(Calculator):
             If other ranks are in another call.
         """
         self._check_open()
-        with self._watchdog.entry(CALLS[agreement.REPORT]):
+        call = CALLS[agreement.REPORT]
+        with self._watchdog.entry(call):
             meet(self.comm, agreement.REPORT, bytes(16))
         engine = self.engine
         current = engine.decomposition
@@ -311,8 +313,10 @@ class DistributedCalculator(Calculator):
             seconds=dict(engine.times.seconds),
             traffic=self._traffic,
         )
+        with self._watchdog.inside(call):
+            ranks = tuple(self.comm.gather_objects(mine))
         return Report(
-            ranks=tuple(self.comm.gather_objects(mine)),
+            ranks=ranks,
             evaluations=engine.n_evaluations,
             rebuilds=engine.n_rebuilds,
             atoms=0 if current is None else len(current.owners),
@@ -349,7 +353,8 @@ class DistributedCalculator(Calculator):
     def _decomposition(self, atoms: Atoms) -> Decomposition | None:
         """Return the decomposition of ``atoms``, None where there are none. Collective."""
         system = self._agreed(atoms, agreement.DECOMPOSE)
-        return self.engine.decomposition_for(system) if len(system) else None
+        with self._watchdog.inside(CALLS[agreement.DECOMPOSE]):
+            return self.engine.decomposition_for(system) if len(system) else None
 
     def _agreed(self, atoms: Atoms, call: int) -> System:
         self._check_open()
@@ -408,25 +413,44 @@ def _check_arguments(
 
 def _agree_on_model(potential: Potential, settings: tuple[object, ...], comm: Communicator) -> None:
     """Check that all ranks construct the same. Collective."""
-    model = potential.fingerprint()
-    digest = hashlib.blake2b(model + repr(settings).encode(), digest_size=16).digest()
-    if meet(comm, agreement.CONSTRUCT, digest):
+    if comm.size == 1:
         return
-    offers = comm.gather_objects((potential.name, model.hex()[:12], settings))
+    mine: dict[str, str] = {}
+    failure: Exception | None = None
+    try:
+        mine = potential.fingerprint() | {"(skin, cut_axes, force_halo)": repr(settings)}
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
+    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).digest()
+    if meet(comm, agreement.CONSTRUCT, digest, failure):
+        return
+    offers = comm.gather_objects(mine)
+    keys = sorted({key for offer in offers for key in offer})
+    different = [key for key in keys if len({offer.get(key) for offer in offers}) > 1]
     ranks = "; ".join(
-        f"rank {rank}: {name}, hash {model_hash}, (skin, cut_axes, force_halo) = {given}"
-        for rank, (name, model_hash, given) in enumerate(offers)
+        f"rank {rank}: " + ", ".join(f"{key} {offer.get(key)}" for key in different)
+        for rank, offer in enumerate(offers)
     )
     raise agreement.DisagreementError(
         f"the ranks construct calculators with different models or settings: {ranks}"
     )
 
 
+def _move(potential: Potential, device: str | torch.device | None, comm: Communicator) -> None:
+    """Move the model to this rank's device, on all ranks or on none. Collective."""
+    failure: Exception | None = None
+    try:
+        potential.to(device_for(comm, device))
+    except Exception as error:  # too few GPUs, or no memory on one: the others must hear of it
+        failure = error
+    meet(comm, agreement.CONSTRUCT, bytes(16), failure)
+
+
 def _log_seats(comm: Communicator, seat: tuple[str, str, int]) -> None:
     """Log which rank runs where. Collective, the first time."""
-    if "log seats" in comm.once:
+    if "log seats" in comm.state.once:
         return
-    comm.once.add("log seats")
+    comm.state.once.add("log seats")
     seats = comm.gather_objects(seat)
     if comm.rank == 0:
         for rank, (host, device, threads) in enumerate(seats):

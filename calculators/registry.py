@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -11,15 +10,12 @@ from os.path import expanduser
 
 import torch
 
-from nvdd_md.agreement import CALLS, LOAD, DisagreementError, meet
 from nvdd_md.calculators.lennard_jones import LennardJones
 from nvdd_md.calculators.mace import MACE
 from nvdd_md.calculators.sevennet import SevenNet
 from nvdd_md.calculators.two_hop import TwoHop
-from nvdd_md.comm import Communicator, as_communicator, install_excepthook
-from nvdd_md.departure import leave_at_exit
+from nvdd_md.comm import as_communicator
 from nvdd_md.potential import Potential
-from nvdd_md.watchdog import DEFAULT_WATCHDOG_S, Watchdog
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -70,7 +66,7 @@ def load_potential(spec: str, comm: object = None, **options: object) -> Potenti
     ValueError
         If there is no such family, its model is missing or superfluous, a dtype is unknown, or
         the class refuses an option's value. As ``DisagreementError`` if the ranks load different
-        models, or with different options.
+        models (what differs in the options, the calculator finds).
     TypeError
         If the family has no such option.
     ImportError
@@ -95,22 +91,7 @@ def load_potential(spec: str, comm: object = None, **options: object) -> Potenti
     given = _checked(name, family, options)
     if not family.example:
         return family.make(**given)
-    ranks = as_communicator(comm)
-    install_excepthook(ranks)
-    leave_at_exit(ranks)
-    with Watchdog(ranks, DEFAULT_WATCHDOG_S).entry(CALLS[LOAD]):
-        _agree_on_request(spec, given, ranks)
-    return family.make(expanduser(model), comm=ranks, **given)
-
-
-def _agree_on_request(spec: str, options: Mapping[str, object], comm: Communicator) -> None:
-    """Check that all ranks load the same. Collective."""
-    request = f"{spec!r} with {dict(sorted(options.items()))}"
-    if meet(comm, LOAD, hashlib.blake2b(request.encode(), digest_size=16).digest()):
-        return
-    requests = enumerate(comm.gather_objects(request))
-    ranks = "; ".join(f"rank {rank}: {other}" for rank, other in requests)
-    raise DisagreementError(f"the ranks load different potentials: {ranks}")
+    return family.make(expanduser(model), comm=as_communicator(comm), **given)
 
 
 def _checked(name: str, family: Family, options: Mapping[str, object]) -> dict[str, object]:

@@ -13,9 +13,6 @@ from nvdd_md.phase_times import MODEL, PHASES
 UNEVEN = 1.10
 """Largest over mean number of edges from which on the division is called uneven."""
 
-MANY_GHOSTS = 2.0
-"""Ghosts per owned atom from which on ranks mostly wait for each other's atoms."""
-
 UNDIVIDED = ("agree", "routing", "exchange", "gather")
 """Phases that more ranks do not make shorter."""
 
@@ -32,9 +29,9 @@ class RankReport:
     rank : int
     host, device : str
     threads, owned, ghosts, edges : int
-        The last three at the last evaluation; edges up to cutoff + skin.
+        The last three for the last neighbour list; edges up to cutoff + skin.
     seconds : dict of str to float
-        Sums over all evaluations, by the names in :data:`nvdd_md.phase_times.PHASES`.
+        Sums over all calls, by the names in :data:`nvdd_md.phase_times.PHASES`.
     traffic : Traffic
         What this rank sent, over all evaluations.
     """
@@ -137,14 +134,15 @@ def _empty_ranks(report: Report) -> str:
     )
 
 
-def _thin_domains(report: Report) -> str:
+def _few_atoms(report: Report) -> str:
+    """Half of a rank's domain is within reach of all of it: nearly all atoms become ghosts."""
     owned = sum(rank.owned for rank in report.ranks)
-    ratio = sum(rank.ghosts for rank in report.ranks) / owned
-    if ratio < MANY_GHOSTS:
+    neighbours = sum(rank.edges for rank in report.ranks) / owned
+    if neighbours < 0.5 * owned / len(report.ranks):
         return ""
     return (
-        f"More ranks help little: a rank reads {ratio:.1f} ghost atoms for each atom it owns, "
-        "because domains are thinner than the cutoff."
+        f"More ranks help little: an atom has {neighbours:.0f} neighbours, more than half of the "
+        "atoms that a rank owns."
     )
 
 
@@ -165,7 +163,7 @@ def _undivided(report: Report) -> str:
     worst = max(shares, key=lambda phase: shares[phase])
     return (
         f"More ranks help little: {sum(shares.values()):.0%} of a step goes into what they do not "
-        f"divide, most of it into {worst} ({shares[worst]:.0%})."
+        f"divide, most of it into {worst} ({shares[worst]:.0%}, waiting for other ranks included)."
     )
 
 
@@ -176,8 +174,8 @@ def _worth_it(report: Report) -> str:
 
 _RULES: tuple[Callable[[Report], str], ...] = (
     _empty_ranks,
-    _thin_domains,
     _uneven,
     _undivided,
+    _few_atoms,
     _worth_it,
 )

@@ -263,7 +263,7 @@ def _received(name: str, comm: object, load_checkpoint: Callable[[str], Foreign]
         # sevenn knows where its models are, and downloads some of them.
         return Path(load_checkpoint(name).checkpoint_path).read_bytes()
 
-    content = from_rank_0(read, comm)
+    content = from_rank_0(read, comm, Path(name).name)
     # sevenn reads checkpoints from files only, when their content is first asked for.
     with NamedTemporaryFile(suffix=".pth") as file:
         file.write(content)

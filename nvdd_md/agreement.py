@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -81,7 +81,7 @@ def meet(comm: Communicator, call: int, digest: bytes, failure: Exception | None
     records = comm.gather_rows(_record(_OK if failure is None else _FAILED, call, digest)).numpy()
     gone = np.flatnonzero(records[:, 0] == _LEFT).tolist()
     if gone:
-        comm.given_up = (
+        comm.give_up(
             f"ranks {gone} have ended their program, while ranks "
             f"{sorted(set(range(comm.size)) - set(gone))} were in {CALLS[call]}"
         )
@@ -142,9 +142,8 @@ def agree(
         failure = error
     digest = bytes(_DIGEST_BYTES) if system is None or failure else system.fingerprint()
     same = meet(comm, call, digest, failure)
-    if system is None:
-        raise RuntimeError("no system although no rank reported a failure")
-    return system if same else _follow_rank_0(atoms, system, comm)
+    agreed = cast(System, system)  # a rank without one has reported its failure
+    return agreed if same else _follow_rank_0(atoms, agreed, comm)
 
 
 def _raise_shared(failure: Exception | None, comm: Communicator) -> NoReturn:

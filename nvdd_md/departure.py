@@ -8,13 +8,14 @@ import os
 import sys
 
 from nvdd_md.agreement import leave
-from nvdd_md.comm import CommError, Communicator
+from nvdd_md.comm import Communicator
 
 REMARK_AFTER_S = 60.0
 
 _log = logging.getLogger(__name__)
 # Not weak: all ranks must take leave of the same ones, whatever each of them still refers to.
 _communicators: list[Communicator] = []
+_registered: list[int] = []
 
 
 def leave_at_exit(comm: Communicator) -> None:
@@ -23,18 +24,22 @@ def leave_at_exit(comm: Communicator) -> None:
     They then raise an error at once, instead of waiting. A communicator that was given up ends
     the whole job. Does nothing for a group of one rank, or when called again for the same ranks.
     """
-    if comm.size == 1 or "leave at exit" in comm.once:
+    if comm.size == 1 or "leave at exit" in comm.state.once:
         return
-    comm.once.add("leave at exit")
-    if not _communicators:
-        atexit.register(_leave_all, os.getpid())
+    comm.state.once.add("leave at exit")
     _communicators.append(comm)
+    if not _registered:
+        # Not at import: what shuts torch.distributed down must have been registered before.
+        _registered.append(os.getpid())
+        atexit.register(_leave_all)
 
 
-def _leave_all(pid: int) -> None:
-    if os.getpid() != pid:  # a fork of this rank is none of the ranks
+def _leave_all() -> None:
+    if os.getpid() not in _registered:  # a fork of this rank is none of the ranks
         return
-    for comm in _communicators:
+    # The smaller groups were made last; their ranks are waited for first.
+    while _communicators:
+        comm = _communicators.pop()
         if not comm.is_open:
             continue
         if comm.given_up is not None:
@@ -47,8 +52,10 @@ def _leave_all(pid: int) -> None:
         comm.on_wait = _Remark(comm.rank)
         try:
             leave(comm)
-        except (CommError, RuntimeError) as error:  # the others are gone, or are being ended
+        except Exception as error:  # the others are gone, or are being ended
             _log.debug("rank %d could not take leave: %s", comm.rank, error)
+        except BaseException:  # Ctrl-C: the others may wait for ever
+            comm.abort(1)
 
 
 class _Remark:

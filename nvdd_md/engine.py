@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from nvdd_md import adapters, context
-from nvdd_md.comm import Communicator
+from nvdd_md.comm import Communicator, job_rank
 from nvdd_md.domain.decomposition import Decomposition, decompose
 from nvdd_md.domain.exchange import TokenChain
 from nvdd_md.domain.lattice import FloatArray
 from nvdd_md.phase_times import PhaseTimes
 from nvdd_md.policies import HaloPolicy
 from nvdd_md.potential import LocalGraph, OutputKind, Potential
-from nvdd_md.results import VOIGT, LocalResults, Results, consolidate
+from nvdd_md.results import VOIGT, LocalResults, NonFiniteError, Results, consolidate
 from nvdd_md.shard import ShardTensor
 from nvdd_md.system import System
 
@@ -95,24 +95,27 @@ class ForceEngine:
 
     def decomposition_for(self, system: System) -> Decomposition:
         """Return a decomposition that covers ``system``, rebuilt where necessary. Collective."""
+        with self._nobody_left_waiting():
+            return self._covering(system)
+
+    def _covering(self, system: System) -> Decomposition:
         current = self.decomposition
         with self.times.measure("neighbours"):
             if current is not None and not np.array_equal(system.numbers, self._numbers):
                 current = None
             if current is not None and current.covers(system.positions, system.lattice):
                 return current
-        with self._nobody_left_waiting():
-            self.decomposition = decompose(
-                system.positions,
-                system.lattice,
-                self.comm,
-                cutoff=self.potential.cutoff,
-                skin=self.skin,
-                weights=None if current is None else current.weights,
-                cut_axes=self.cut_axes,
-                device=self.potential.device,
-                times=self.times,
-            )
+        self.decomposition = decompose(
+            system.positions,
+            system.lattice,
+            self.comm,
+            cutoff=self.potential.cutoff,
+            skin=self.skin,
+            weights=None if current is None else current.weights,
+            cut_axes=self.cut_axes,
+            device=self.potential.device,
+            times=self.times,
+        )
         self._numbers = system.numbers
         self.n_rebuilds += 1
         _log.debug("list %d, rank %d: %s", self.n_rebuilds, self.comm.rank, self._load())
@@ -131,16 +134,17 @@ class ForceEngine:
         """
         if not len(system):
             return _nothing(self.potential, system)
-        decomposition = self.decomposition_for(system)
-        # The caller may be inside torch.no_grad() or torch.inference_mode().
-        with self._nobody_left_waiting(), torch.inference_mode(False), torch.enable_grad():
-            with self.times.measure("graph"):
-                graph, vectors = self._local_graph(system, decomposition)
-            local = self._evaluate_local(graph, vectors, decomposition)
-        self.n_evaluations += 1
-        self._volume = system.volume
-        with self.times.measure("gather"):
-            return consolidate(local, self.potential, system, decomposition, self.comm)
+        with self._nobody_left_waiting():
+            decomposition = self._covering(system)
+            # The caller may be inside torch.no_grad() or torch.inference_mode().
+            with torch.inference_mode(False), torch.enable_grad():
+                with self.times.measure("graph"):
+                    graph, vectors = self._local_graph(system, decomposition)
+                local = self._evaluate_local(graph, vectors, decomposition)
+            self.n_evaluations += 1
+            self._volume = system.volume
+            with self.times.measure("gather"):
+                return consolidate(local, self.potential, system, decomposition, self.comm)
 
     def per_atom_stresses(self) -> FloatArray:
         """Return the stresses (n_atoms, 6) eV/Å³ of the last evaluation. Collective.
@@ -273,19 +277,26 @@ class ForceEngine:
         """Take the job down if this rank fails where the others wait for it."""
         try:
             yield
+        except NonFiniteError:
+            raise  # by all ranks, after the last exchange
         except BaseException as error:
             if _is_out_of_memory(error):
                 error.add_note(f"{self._load()}. {_MEMORY_ADVICE}")
             if self.comm.size == 1:
                 raise
             print(
-                f"nvdd_md: rank {self.comm.rank} of {self.comm.size} failed during an evaluation "
-                f"({self._load()}); the other ranks wait for it, so the whole job is aborted.\n"
+                f"nvdd_md: {self._who()} failed during an evaluation ({self._load()}); "
+                "the other ranks wait for it, so the whole job is aborted.\n"
                 f"{traceback.format_exc()}",
                 file=sys.stderr,
                 flush=True,
             )
             self.comm.abort(1)
+
+    def _who(self) -> str:
+        comm = self.comm
+        part = f" (rank {job_rank()} of the job)" if comm.size < comm.job_size else ""
+        return f"rank {comm.rank} of {comm.size}{part}"
 
     def _load(self) -> str:
         current = self.decomposition

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -160,27 +161,23 @@ class Potential(ABC):
         """Atomic number of the dummy row of a rank that owns nothing."""
         return min(self.elements) if self.elements else 1
 
-    def fingerprint(self) -> bytes:
-        """Return 16 bytes that stand for the model: its kind, settings and weights.
+    def fingerprint(self) -> dict[str, str]:
+        """Return what must be the same on all ranks, as a hash for each attribute of this object.
 
-        Ranks whose bytes differ do not compute together. The name and the device do not count: a
-        model may lie in different folders on different nodes. What counts are numbers and strings
-        among the attributes of this object, and its weights: ``weights_digest`` where a wrapper
-        has set it, else the tensors and torch modules among the attributes.
+        Numbers, strings, tensors, arrays and torch modules among the attributes count, also inside
+        lists, tuples and dictionaries (such as those of a class that is a torch module itself);
+        other objects do not. Neither does the name, nor the
+        device: a model may lie in different folders on different nodes. Where a wrapper has set
+        ``weights_digest``, that stands for all tensors and modules.
         """
-        digest = hashlib.blake2b(digest_size=16)
         elements = None if self.elements is None else sorted(self.elements)
         kind = (type(self).__qualname__, self.cutoff, self.exchanges, str(self.dtype), elements)
-        digest.update(repr(kind).encode())
-        for key, value in sorted(vars(self).items()):
-            if key in ("name", "device"):
-                continue
-            if isinstance(value, (Tensor, nn.Module)):
-                if self.weights_digest is None:
-                    digest.update(key.encode() + digest_of(value))
-            elif isinstance(value, (bool, int, float, str, bytes, tuple)):
-                digest.update(repr((key, value)).encode())
-        return digest.digest()
+        values: dict[str, object] = {"kind": kind}
+        values |= {key: value for key, value in vars(self).items() if key not in _NOT_COMPARED}
+        if self.weights_digest is not None:
+            values = {key: value for key, value in values.items() if not _has_weights(value)}
+        digests = {key: digest_of(value) for key, value in values.items()}
+        return {key: digest.hex() for key, digest in digests.items() if digest is not None}
 
     def adapters(self) -> Sequence[MethodAdapter]:
         """Return the method replacements to install during a distributed forward."""
@@ -199,13 +196,38 @@ class Potential(ABC):
         """
 
 
-def digest_of(weights: Tensor | nn.Module) -> bytes:
-    """Return 16 bytes that stand for a tensor, or for the parameters and buffers of a module."""
-    digest = hashlib.blake2b(digest_size=16)
-    tensors = {"": weights} if isinstance(weights, Tensor) else weights.state_dict()
-    for key, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            digest.update(repr((key, tuple(tensor.shape), str(tensor.dtype))).encode())
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().tobytes())
+_NOT_COMPARED = ("name", "device", "training")
+
+
+def _has_weights(value: object) -> bool:
+    return isinstance(value, (Tensor, nn.Module))
+
+
+def digest_of(value: object) -> bytes | None:
+    """Return 8 bytes that stand for a value, or None where nothing does.
+
+    Parameters
+    ----------
+    value : object
+        A number, string, tensor, array or torch module (its parameters and buffers), or a list,
+        tuple or dictionary of such; what else is in these is left out.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    if isinstance(value, nn.Module):
+        return digest_of(value.state_dict())
+    if isinstance(value, Tensor):
+        digest.update(repr((tuple(value.shape), str(value.dtype))).encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(repr((value.shape, str(value.dtype))).encode() + value.tobytes())
+    elif isinstance(value, (bool, int, float, complex, str, bytes)):
+        digest.update(repr(value).encode())
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"".join(digest_of(item) or b"" for item in value))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            digest.update(repr(key).encode() + (digest_of(value[key]) or b""))
+    else:
+        return None
     return digest.digest()

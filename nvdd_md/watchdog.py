@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import traceback
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 from nvdd_md.comm import Communicator, RollCall
 
-DEFAULT_WATCHDOG_S = 600.0
+DEFAULT_WATCHDOG_S = float(os.environ.get("NVDD_MD_WATCHDOG_S", "600"))
 """Seconds after which a rank that is missing ends the job."""
 
 WARN_AFTER_S = 60.0
@@ -77,33 +78,41 @@ class _Entry:
         self, comm: Communicator, limit_s: float | None, call: str, roll: RollCall
     ) -> None:
         self.comm, self.limit_s, self.call, self.roll = comm, limit_s, call, roll
-        self.announce_after_s = min(ANNOUNCE_AFTER_S, 0.25 * (limit_s or WARN_AFTER_S))
+        self.next_s = min(ANNOUNCE_AFTER_S, 0.25 * (limit_s or WARN_AFTER_S))
+        self.pause_s = min(1.0, 0.2 * self.next_s)
         self.warned = False
 
     def __call__(self, what: str, waited_s: float) -> None:
-        if waited_s < self.announce_after_s:
+        if waited_s < self.next_s:
             return
+        self.next_s = waited_s + self.pause_s
         missing = self.roll.missing()
         present = sorted(set(range(self.comm.size)) - set(missing))
         first = present[0] == self.comm.rank
-        if waited_s > WARN_AFTER_S and not self.warned and missing:
+        if waited_s > WARN_AFTER_S and not self.warned:
             self.warned = True
             if first:
                 _log.warning("%s", self._message(waited_s, present, missing))
-        if self.limit_s is None or not missing:
+        if self.limit_s is None:
             return
         if waited_s > self.limit_s + (0.0 if first else HEADSTART_S):
             frame = sys._current_frames()[threading.main_thread().ident or 0]
             stack = "".join(traceback.format_stack(frame)) if first else ""
             print(
                 f"nvdd_md: {self._message(waited_s, present, missing)}. The limit of "
-                f"{self.limit_s:g} s (watchdog_s=) is over, the job is aborted.\n{stack}",
+                f"{self.limit_s:g} s (watchdog_s=, or NVDD_MD_WATCHDOG_S) is over, the "
+                f"job is aborted.\n{stack}",
                 file=sys.stderr,
                 flush=True,
             )
             self.comm.abort(1)
 
     def _message(self, waited_s: float, present: list[int], missing: list[int]) -> str:
+        if not missing:
+            return (
+                f"rank {self.comm.rank} has waited {waited_s:.0f} s in {self.call}, although all "
+                "ranks have entered it: messages do not get through"
+            )
         return (
             f"rank {self.comm.rank} has waited {waited_s:.0f} s: only ranks {present} entered "
             f"{self.call}, ranks {missing} did not. All ranks must make this call: it may stand in "

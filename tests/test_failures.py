@@ -11,12 +11,26 @@ import pytest
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 PREAMBLE = """
 import numpy as np
+import torch
 from ase.build import bulk
 from nvdd_md.calculators import DistributedCalculator, TwoHop
+from nvdd_md.helpers import refresh_neighbors
+
+class BreaksBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError("broken on purpose")
 
 class Breaks(TwoHop):
-    on_call, stage = 2, "middle"
+    on_call, stage = 2, None
     calls = 0
+
+    def fingerprint(self):
+        return {}
 
     def forward(self, graph):
         self.calls += 1
@@ -24,6 +38,14 @@ class Breaks(TwoHop):
         if fails and self.stage == "before":
             raise RuntimeError("broken on purpose")
         outputs = super().forward(graph)
+        if fails and self.stage == "middle":
+            refresh_neighbors(outputs["energies"])
+            raise RuntimeError("broken on purpose")
+        if self.stage == "middle":
+            for _ in range(2):
+                refresh_neighbors(outputs["energies"])
+        if fails and self.stage == "backward":
+            return {"energies": BreaksBackward.apply(outputs["energies"])}
         if fails and self.stage == "after":
             raise RuntimeError("broken on purpose")
         if fails and self.stage == "shape":
@@ -52,8 +74,13 @@ def run_job(
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@pytest.mark.parametrize("stage", ["before", "after", "shape", "interrupt"])
-def test_a_rank_that_fails_in_a_forward_takes_the_job_down(stage):
+STAGES = ["before", "middle", "after", "backward", "shape", "interrupt"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "launcher"), [*((stage, MPI) for stage in STAGES), ("middle", TORCH)]
+)
+def test_a_rank_that_fails_in_an_evaluation_takes_the_job_down(stage, launcher):
     job = run_job(
         f"""
         potential = Breaks()
@@ -66,7 +93,8 @@ def test_a_rank_that_fails_in_a_forward_takes_the_job_down(stage):
             except BaseException:
                 print("caught")  # a script that catches everything must not go on alone
         print("finished")
-        """
+        """,
+        launcher=launcher,
     )
     assert job.returncode != 0
     assert "finished" not in job.stdout
@@ -204,6 +232,19 @@ def test_the_watchdog_watches_loading_too():
 LEAVING = {
     "its script ends": "if rank == 1: sys.exit(0)",
     "it exits with a code": "if rank == 1: sys.exit(3)",
+    "there are two calculators": """
+from nvdd_md.comm import detect_launch
+if detect_launch().launcher != "torchrun":
+    from mpi4py import MPI
+    DistributedCalculator(TwoHop(), MPI.COMM_WORLD)
+    atoms.calc = DistributedCalculator(TwoHop(), MPI.COMM_WORLD)
+if rank == 1:
+    sys.exit(0)
+try:
+    atoms.get_forces()
+except Exception:
+    sys.exit(0)
+    """,
     "the others catch all exceptions": """
 if rank == 1:
     sys.exit(0)
@@ -233,6 +274,80 @@ def test_a_rank_that_leaves_early_ends_the_job(leaving, launcher):
 def test_ranks_that_end_one_after_the_other_end_well(launcher):
     job = run_job(START + "time.sleep(rank)\nprint('finished')", launcher=launcher)
     assert job.returncode == 0, job.stderr
+    assert job.stdout.count("finished") == 3
+
+
+@pytest.mark.parametrize("launcher", [MPI, TORCH])
+def test_the_first_calculator_on_one_rank_alone(launcher):
+    job = run_job(
+        """
+        import time
+        from nvdd_md.comm import detect_launch
+        if detect_launch().rank == 0:
+            DistributedCalculator(TwoHop(), watchdog_s=3)
+        time.sleep(300)
+        """,
+        launcher=launcher,
+    )
+    assert job.returncode != 0
+    assert "rank 0 has waited 3 s for all ranks to make their first calculator" in job.stderr
+
+
+def test_an_interrupt_that_is_caught_cannot_leave_the_others_waiting():
+    job = run_job(
+        START
+        + """
+import os, signal, threading
+if rank == 1:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+if rank == 0:
+    time.sleep(1.5)
+try:
+    atoms.get_forces()
+except BaseException as error:
+    print(f"rank {rank} caught {type(error).__name__}")
+"""
+    )
+    assert job.returncode != 0
+    assert "rank 1 caught KeyboardInterrupt" in job.stdout
+    assert "rank 1 of 3 ends the job: a gather was given up (KeyboardInterrupt)" in job.stderr
+
+
+def test_a_device_that_one_rank_lacks_is_an_error_of_all():
+    job = run_job(
+        """
+        from nvdd_md.comm import world_communicator
+        rank = world_communicator().rank
+        try:
+            DistributedCalculator(TwoHop(), device="cuda" if rank == 2 else "cpu")
+        except RuntimeError as error:
+            print(f"rank {rank} caught: {error}")
+        """
+    )
+    assert job.returncode == 0, job.stderr
+    assert (
+        job.stdout.count("caught: rank 2: LaunchError: rank 2 of 3: device 'cuda' was asked") == 3
+    )
+
+
+def test_a_fork_of_a_rank_ends_without_the_others():
+    job = run_job(
+        START
+        + """
+import os
+atoms.get_forces()
+child = os.fork() if rank == 1 else None
+if child == 0:
+    raise ValueError("in the child")
+if child:
+    print(f"child ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+atoms.positions[0] += 0.1
+atoms.get_forces()
+print("finished")
+"""
+    )
+    assert job.returncode == 0, job.stderr
+    assert "child ended with 1" in job.stdout
     assert job.stdout.count("finished") == 3
 
 
@@ -362,11 +477,11 @@ def test_ranks_with_different_models_or_settings_are_told_so():
         """
     )
     assert job.returncode == 0, job.stderr
-    text = "different models or settings: rank 0: "
+    text = "different models or settings: rank 0: kind "
     for rank in range(3):
         assert job.stdout.count(f"rank {rank}: DisagreementError: the ranks construct") == 2
-    assert job.stdout.count(text) == 6
-    assert "(skin, cut_axes, force_halo) = (0.2, (0, 1, 2), False)" in job.stdout
+    assert job.stdout.count(text) == 3
+    assert "rank 2: (skin, cut_axes, force_halo) (0.2, (0, 1, 2), False)" in job.stdout
 
 
 def test_an_exception_in_a_group_of_one_rank_ends_the_job():

@@ -195,6 +195,9 @@ class ByteCommunicator(Communicator):
         start = time.perf_counter()
         try:
             yield
+        except BaseException as error:
+            self.give_up(f"a message was broken off ({type(error).__name__}: {error})")
+            raise
         finally:
             self.traffic.seconds += time.perf_counter() - start
 

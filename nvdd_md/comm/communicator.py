@@ -16,9 +16,12 @@ from torch import Tensor
 
 from nvdd_md.comm.errors import CommError
 
-__all__ = ["Communicator", "RollCall", "Traffic", "usual_device"]
+__all__ = ["Communicator", "GroupState", "RollCall", "Traffic", "usual_device"]
 
 T = TypeVar("T")
+
+FORWARD_S = 0.2
+"""Seconds before an abort: MPICH's launcher drops output that it has not forwarded by then."""
 
 
 @dataclass
@@ -67,6 +70,22 @@ class Traffic:
         return Traffic(*(now - then for now, then in pairs))
 
 
+@dataclass
+class GroupState:
+    """What all communicators of one process that stand for the same ranks share.
+
+    Attributes
+    ----------
+    once : set of str
+        What has been done for this group.
+    given_up : str or None
+        Why this rank can no longer communicate in the group.
+    """
+
+    once: set[str] = field(default_factory=set)
+    given_up: str | None = None
+
+
 class RollCall(Protocol):
     """Who has arrived at one call that all ranks must make."""
 
@@ -95,12 +114,8 @@ class Communicator(ABC):
         Ranks of the whole job, those outside of this group included.
     traffic : Traffic
         Counters of what this rank has sent.
-    given_up : str or None
-        Why this rank can no longer use the communicator: it has left a call that other ranks may
-        still be in, so messages would reach the wrong one.
-    once : set of str
-        What has been done for this group of ranks in this process, shared by all objects that
-        stand for the same group.
+    state : GroupState
+        Shared by all objects of this process that stand for the same group.
     on_wait : callable or None
         Called now and then with ``(what, waited_s)`` while a call waits for other ranks, for
         watchdogs. Over MPI it may raise: the wait is then given up, and the communicator with it,
@@ -115,8 +130,7 @@ class Communicator(ABC):
     job_size: int
     device: torch.device
     traffic: Traffic
-    given_up: str | None
-    once: set[str]
+    state: GroupState
     on_wait: Callable[[str, float], None] | None
 
     def __init__(
@@ -129,9 +143,21 @@ class Communicator(ABC):
         self.job_size = job_size
         self.device = usual_device(local_rank, local_size)
         self.traffic = Traffic()
-        self.given_up = None
-        self.once = set()
+        self.state = GroupState()
         self.on_wait = None
+
+    @property
+    def given_up(self) -> str | None:
+        """Why this rank can no longer communicate in this group, or None.
+
+        It has left a call that other ranks may still be in, so that messages would reach the wrong
+        one.
+        """
+        return self.state.given_up
+
+    def give_up(self, reason: str) -> None:
+        """Refuse later calls in this group, with the first reason given."""
+        self.state.given_up = self.state.given_up or reason
 
     @abstractmethod
     def exchange_rows(

@@ -4,8 +4,13 @@ Nothing happens at import. :func:`world_communicator` makes the communicator of 
 its first call; :func:`as_communicator` takes what a caller has.
 """
 
+import logging
+import os
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import cast
@@ -13,7 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from nvdd_md.comm.communicator import Communicator
+from nvdd_md.comm.communicator import FORWARD_S, Communicator
 from nvdd_md.comm.detect import detect_launch
 from nvdd_md.comm.errors import CommError, LaunchError
 from nvdd_md.comm.serial import SerialCommunicator
@@ -24,17 +29,30 @@ __all__ = [
     "world_communicator",
 ]
 
+FIRST_USE_LIMIT_S = 600.0
+WARN_AFTER_S = 60.0
+
+_FIRST_USE = (
+    "rank {rank} has waited {seconds:g} s for all ranks to make their first calculator, or to load "
+    "their first potential: every rank must do so, not rank 0 alone"
+)
+_log = logging.getLogger(__name__)
 _worlds: dict[str, Communicator] = {}
 _chosen: list[str] = []
 
 
-def world_communicator(backend: str = "auto") -> Communicator:
+def world_communicator(
+    backend: str = "auto", limit_s: float | None = FIRST_USE_LIMIT_S
+) -> Communicator:
     """Return the communicator of all ranks of the job. **Collective** at the first call.
 
     It is made once per process and backend, and returned again.
 
     Parameters
     ----------
+    limit_s : float or None
+        Seconds that the first call waits for the other ranks; then it ends the process, and with
+        it the job. None: for ever, with a warning after a minute.
     backend : {"auto", "mpi", "torch", "serial"}
         "auto" takes torch.distributed when the program has initialised it or was started by
         torchrun; MPI under an MPI launcher (with GPUs: torch.distributed, whose ranks and
@@ -57,7 +75,8 @@ def world_communicator(backend: str = "auto") -> Communicator:
             "torch": _torch_world,
             "serial": SerialCommunicator,
         }
-        _worlds[backend] = make[backend]()
+        with _patience(limit_s):
+            _worlds[backend] = make[backend]()
     return _worlds[backend]
 
 
@@ -76,13 +95,15 @@ def job_rank() -> int:
     return 0 if launch is None else launch.rank
 
 
-def as_communicator(comm: object = None) -> Communicator:
+def as_communicator(comm: object = None, limit_s: float | None = FIRST_USE_LIMIT_S) -> Communicator:
     """Return a communicator for what a caller passed. **Collective** at the first use of it.
 
     Parameters
     ----------
     comm : None, Communicator, mpi4py communicator or ProcessGroup
         None is the world.
+    limit_s : float or None
+        See :func:`world_communicator`.
 
     Raises
     ------
@@ -92,16 +113,18 @@ def as_communicator(comm: object = None) -> Communicator:
         When it is something else.
     """
     if comm is None:
-        return world_communicator()
+        return world_communicator(limit_s=limit_s)
     if isinstance(comm, Communicator):
         return comm
     # A caller that has an mpi4py communicator has imported mpi4py.
     mpi4py_mpi = sys.modules.get("mpi4py.MPI")
     if mpi4py_mpi is not None and isinstance(comm, mpi4py_mpi.Comm):
-        return cast(Communicator, _mpi_module().MpiCommunicator(comm))
+        with _patience(limit_s):
+            return cast(Communicator, _mpi_module().MpiCommunicator(comm))
     if dist.is_available():
         if isinstance(comm, dist.ProcessGroup):
-            return cast(Communicator, _torch_module().TorchCommunicator(comm))
+            with _patience(limit_s):
+                return cast(Communicator, _torch_module().TorchCommunicator(comm))
         if type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER:
             raise CommError(
                 "this rank is not a member of the process group it passed, so it must not make "
@@ -111,6 +134,36 @@ def as_communicator(comm: object = None) -> Communicator:
         "comm must be None, a Communicator, an mpi4py communicator or a torch.distributed "
         f"ProcessGroup, got {type(comm).__name__}"
     )
+
+
+@contextmanager
+def _patience(limit_s: float | None) -> Iterator[None]:
+    """Watch the first use of some ranks, in which MPI or torch.distributed wait by themselves."""
+    timers = [threading.Timer(WARN_AFTER_S, _warn_of_first_use)]
+    if limit_s is not None:
+        timers.append(threading.Timer(limit_s, _end_first_use, (limit_s,)))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _warn_of_first_use() -> None:
+    _log.warning("%s", _FIRST_USE.format(rank=job_rank(), seconds=WARN_AFTER_S))
+
+
+def _end_first_use(limit_s: float) -> None:
+    text = _FIRST_USE.format(rank=job_rank(), seconds=limit_s)
+    print(f"nvdd_md: {text}. The job is aborted", file=sys.stderr, flush=True)
+    time.sleep(FORWARD_S)
+    mpi4py_mpi = sys.modules.get("mpi4py.MPI")
+    if mpi4py_mpi is not None and mpi4py_mpi.Is_initialized():
+        mpi4py_mpi.COMM_WORLD.Abort(1)
+    os._exit(1)
 
 
 def _choose_backend() -> str:

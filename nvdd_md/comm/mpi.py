@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nvdd_md.comm.byte_communicator import Block, ByteCommunicator
+from nvdd_md.comm.communicator import FORWARD_S, GroupState
 from nvdd_md.comm.errors import CommError, CommTimeoutError
 
 try:
@@ -49,7 +50,6 @@ SLEEP_S = 50e-6
 LONG_SLEEP_S = 1e-3
 LONG_WAIT_S = 1.0
 WATCH_EVERY_S = 0.05
-FORWARD_S = 0.2  # MPICH's launcher drops output that it has not yet forwarded when a job is aborted
 
 # Operations that were given up. Their buffers live as long as these objects.
 _unfinished: list[MPI.Request] = []
@@ -83,7 +83,7 @@ class MpiCommunicator(ByteCommunicator):
             private.local_size,
             MPI.COMM_WORLD.size,
         )
-        self.once = private.once
+        self.state = private.state
 
     # -------------------------------------------------------------------------------- moving
 
@@ -147,16 +147,16 @@ class MpiCommunicator(ByteCommunicator):
         self, requests: list[MPI.Request], what: str, deadline_s: float | None = None
     ) -> bool:
         """Wait for MPI requests; False when ``deadline_s`` seconds passed. See Note [Waiting]."""
-        for _ in range(SPIN_TESTS):
-            if MPI.Request.Testall(requests):
-                return True
         try:
+            for _ in range(SPIN_TESTS):
+                if MPI.Request.Testall(requests):
+                    return True
             return self._wait_long(requests, what, deadline_s)
         except BaseException as error:  # a watchdog, or Ctrl-C
             # MPI may still write into their buffers, which must not be freed.
             _unfinished.extend(requests)
             if deadline_s is None:
-                self.given_up = f"a {what} was given up ({type(error).__name__})"
+                self.give_up(f"a {what} was given up ({type(error).__name__})")
             raise
 
     def _wait_long(self, requests: list[MPI.Request], what: str, deadline_s: float | None) -> bool:
@@ -248,7 +248,7 @@ class _PrivateCopy:
     local_size: int
     rolls: int = 0
     announced: dict[int, int] = field(default_factory=dict)
-    once: set[str] = field(default_factory=set)
+    state: GroupState = field(default_factory=GroupState)
 
     @classmethod
     def of(cls, comm: MPI.Comm) -> "_PrivateCopy":
@@ -280,7 +280,7 @@ class _RollCall:
             number = np.empty(1, dtype=np.int64)
             comm.Recv([number, MPI.INT64_T], status.source, ROLL_TAG)
             self._private.announced[status.source] = int(number[0])
-        return [r for r in others if self._private.announced.get(r, 0) < self._number]
+        return [r for r in others if self._private.announced.get(r) != self._number]
 
 
 def _free_copy(_comm: MPI.Comm, _keyval: int, copy: _PrivateCopy) -> None:
@@ -306,8 +306,9 @@ def _private_copy(comm: MPI.Comm) -> _PrivateCopy:
         return kept
     _require_threads()
     duplicate, request = comm.Idup()
+    started = time.perf_counter()
     while not request.Test():
-        os.sched_yield()
+        _pause(time.perf_counter() - started)
     copy = _PrivateCopy.of(duplicate)
     comm.Set_attr(_COPY_KEY, copy)
     return copy

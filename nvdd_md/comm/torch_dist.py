@@ -4,6 +4,7 @@
 """
 
 import atexit
+import logging
 import os
 import pickle
 import socket
@@ -22,10 +23,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nvdd_md.comm.byte_communicator import Block, ByteCommunicator
-from nvdd_md.comm.communicator import usual_device
+from nvdd_md.comm.communicator import FORWARD_S, GroupState, usual_device
 from nvdd_md.comm.errors import CommError, CommTimeoutError
 
 __all__ = ["TorchCommunicator"]
+
+_log = logging.getLogger(__name__)
 
 TAG = 32002
 POLL_S = 1e-3
@@ -69,7 +72,7 @@ class TorchCommunicator(ByteCommunicator):
             rank, len(global_ranks), local.index(rank), len(local), dist.get_world_size()
         )
         self.device = members.device
-        self.once = members.once.setdefault(tuple(global_ranks), set())
+        self.state = members.states.setdefault(tuple(global_ranks), GroupState())
 
     # -------------------------------------------------------------------------------- moving
 
@@ -158,7 +161,7 @@ class TorchCommunicator(ByteCommunicator):
             return
         # Through the store, because a timeout inside gloo breaks all its connections.
         store = _get_default_store()
-        keys = self._keys("barrier")
+        keys = self._keys("barrier", self._members.next_epoch(("barrier", *self._global_ranks)))
         store.set(keys[self.rank], "here")
         started = time.perf_counter()
         while not store.check(keys):
@@ -176,16 +179,20 @@ class TorchCommunicator(ByteCommunicator):
 
     def roll_call(self) -> "_RollCall":
         """Begin a call that all ranks must arrive at."""
-        return _RollCall(self.rank, self._keys("roll"))
+        epoch = self._members.next_epoch(("roll", *self._global_ranks))
+        return _RollCall(self.rank, lambda: self._keys("roll", epoch))
 
     @property
     def is_open(self) -> bool:
-        """Whether torch.distributed still runs."""
-        return dist.is_initialized() and hasattr(self._members, "group")
+        """Whether torch.distributed still runs, with the same group, and can send CPU tensors.
 
-    def _keys(self, purpose: str) -> list[str]:
-        """Return names in the store, one per rank, that nothing before has used."""
-        epoch = self._members.next_epoch((purpose, *self._global_ranks))
+        A group of NCCL alone cannot wait at the end of a program without its own time limit.
+        """
+        members = self._members
+        return dist.is_initialized() and members.sends_cpu and members in _known.values()
+
+    def _keys(self, purpose: str, epoch: int) -> list[str]:
+        """Return names in the store, one per rank, for a purpose that has come up before."""
         ranks = ",".join(map(str, self._global_ranks))
         prefix = f"nvdd_md/{purpose}/{self._members.group.group_name}/{ranks}/{epoch}"
         return [f"{prefix}/{rank}" for rank in range(self.size)]
@@ -212,6 +219,7 @@ class TorchCommunicator(ByteCommunicator):
         sys.stderr.flush()
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            time.sleep(FORWARD_S)
             mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 
@@ -230,7 +238,7 @@ class _Members:
     nodes: dict[int, str]
     device: torch.device
     epochs: Counter[tuple[str | int, ...]] = field(default_factory=Counter)
-    once: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
+    states: dict[tuple[int, ...], GroupState] = field(default_factory=dict)
 
     def next_epoch(self, use: tuple[str | int, ...]) -> int:
         """Return how often this has been called for a purpose and some ranks."""
@@ -241,14 +249,18 @@ class _Members:
 class _RollCall:
     """One roll call, through the store: messages cannot be sent while a collective waits."""
 
-    def __init__(self, rank: int, keys: list[str]) -> None:
-        self._rank, self._keys = rank, keys
+    def __init__(self, rank: int, make_keys: Callable[[], list[str]]) -> None:
+        self._rank, self._make_keys = rank, make_keys
+        self._absent: dict[int, str] | None = None
 
     def missing(self) -> list[int]:
         """Let the other ranks know of this one; return those that have not done so yet."""
         store = _get_default_store()
-        store.set(self._keys[self._rank], "here")
-        return [rank for rank, key in enumerate(self._keys) if not store.check([key])]
+        if self._absent is None:
+            self._absent = dict(enumerate(self._make_keys()))
+            store.set(self._absent[self._rank], "here")
+        self._absent = {rank: key for rank, key in self._absent.items() if not store.check([key])}
+        return list(self._absent)
 
 
 class _Lookout:
@@ -283,7 +295,10 @@ class _Lookout:
                 while self._watched is None:
                     self._changed.wait()
                 what, started, on_wait = self._watched
-            on_wait(what, time.perf_counter() - started)
+            try:
+                on_wait(what, time.perf_counter() - started)
+            except Exception:  # the thread must live on for later waits
+                _log.exception("watching a wait failed")
             time.sleep(WATCH_EVERY_S)
 
 

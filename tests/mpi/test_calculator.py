@@ -17,6 +17,7 @@ from structures import STRUCTURES
 
 from nvdd_md.agreement import DisagreementError
 from nvdd_md.calculators import DistributedCalculator, LennardJones, TwoHop
+from nvdd_md.engine import ForceEngine
 from nvdd_md.helpers import Scope, system_sum
 from nvdd_md.potential import InfoKey, OutputKind
 from nvdd_md.results import NonFiniteError
@@ -641,6 +642,9 @@ def test_refused_at_the_start(comm):
     for skin in (-0.1, np.nan):
         with pytest.raises(ValueError, match="skin must be a length"):
             DistributedCalculator(TwoHop(), comm, skin=skin)
+    for limit in (0.0, -1.0, np.nan):
+        with pytest.raises(ValueError, match="watchdog_s must be seconds > 0"):
+            DistributedCalculator(TwoHop(), comm, watchdog_s=limit)
     with pytest.raises(ValueError, match="cut_axes must name"):
         DistributedCalculator(TwoHop(), comm, cut_axes=(3,))
 
@@ -655,6 +659,12 @@ def test_forwards_that_break_the_contract(comm, atoms):
         def forward(self, graph):
             return {**super().forward(graph), "charges": graph.edge_vectors.new_zeros(len(atoms))}
 
+    class Missing(TwoHop):
+        outputs: ClassVar = {"energies": OutputKind.PER_NODE, "charges": OutputKind.PER_NODE}
+
+    atoms.calc = distributed(Missing(), comm)
+    with pytest.raises(ValueError, match=r"declares \['charges'\] but its forward returned"):
+        atoms.get_forces()
     atoms.calc = distributed(Detached(), comm)
     with pytest.raises(ValueError, match=r"no energy of two-hop depends on graph\.edge_vectors"):
         atoms.get_forces()
@@ -671,6 +681,12 @@ def test_a_shallow_copy_is_a_calculator_of_its_own(comm, atoms):
     stress = atoms.get_stress()
     other.get_stress()
     assert_near(atoms.get_stresses().sum(0), stress, 1e-13)
+
+
+def test_stresses_of_nothing(comm):
+    engine = ForceEngine(TwoHop(), comm, skin=0.5)
+    with pytest.raises(RuntimeError, match="no evaluation with a volume"):
+        engine.per_atom_stresses()
 
 
 def test_no_atoms_to_evaluate(comm):

@@ -261,7 +261,7 @@ def test_rows_that_arrive_after_the_wait_was_given_up_hit_no_freed_memory(comm):
     if ended:
         with pytest.raises(CommError, match="row exchange was given up"):
             comm.sum(torch.zeros(1))
-        comm.given_up = None  # this test knows that no rank waits for anything more
+        comm.state.given_up = None  # this test knows that no rank waits for anything more
     comm.barrier(30.0)
     check_exchange(comm, counts)
 
