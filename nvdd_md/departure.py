@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 
 from nvdd_md.agreement import leave
@@ -15,7 +14,6 @@ REMARK_AFTER_S = 60.0
 _log = logging.getLogger(__name__)
 # Not weak: all ranks must take leave of the same ones, whatever each of them still refers to.
 _communicators: list[Communicator] = []
-_registered: list[int] = []
 
 
 def leave_at_exit(comm: Communicator) -> None:
@@ -28,15 +26,12 @@ def leave_at_exit(comm: Communicator) -> None:
         return
     comm.state.once.add("leave at exit")
     _communicators.append(comm)
-    if not _registered:
-        # Not at import: what shuts torch.distributed down must have been registered before.
-        _registered.append(os.getpid())
-        atexit.register(_leave_all)
+    # Not at import: what shuts torch.distributed down must have been registered before.
+    atexit.unregister(_leave_all)
+    atexit.register(_leave_all)
 
 
 def _leave_all() -> None:
-    if os.getpid() not in _registered:  # a fork of this rank is none of the ranks
-        return
     # The smaller groups were made last; their ranks are waited for first.
     while _communicators:
         comm = _communicators.pop()

@@ -162,22 +162,22 @@ class Potential(ABC):
         return min(self.elements) if self.elements else 1
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be the same on all ranks, as a hash for each attribute of this object.
+        """Return what must be the same on all ranks: short texts by the attributes of this object.
 
         Numbers, strings, tensors, arrays and torch modules among the attributes count, also inside
         lists, tuples and dictionaries (such as those of a class that is a torch module itself);
-        other objects do not. Neither does the name, nor the
-        device: a model may lie in different folders on different nodes. Where a wrapper has set
-        ``weights_digest``, that stands for all tensors and modules.
+        other objects do not. Neither does the name, nor the device: a model may lie in different
+        folders on different nodes. Where a wrapper has set ``weights_digest``, that stands for all
+        tensors and modules.
         """
-        elements = None if self.elements is None else sorted(self.elements)
-        kind = (type(self).__qualname__, self.cutoff, self.exchanges, str(self.dtype), elements)
-        values: dict[str, object] = {"kind": kind}
+        values: dict[str, object] = {"class": type(self).__qualname__}
         values |= {key: value for key, value in vars(self).items() if key not in _NOT_COMPARED}
+        values |= {"cutoff": self.cutoff, "exchanges": self.exchanges, "dtype": str(self.dtype)}
+        values["elements"] = None if self.elements is None else sorted(self.elements)
         if self.weights_digest is not None:
             values = {key: value for key, value in values.items() if not _has_weights(value)}
-        digests = {key: digest_of(value) for key, value in values.items()}
-        return {key: digest.hex() for key, digest in digests.items() if digest is not None}
+        texts = {key: _text(value) for key, value in values.items()}
+        return {key: text for key, text in texts.items() if text is not None}
 
     def adapters(self) -> Sequence[MethodAdapter]:
         """Return the method replacements to install during a distributed forward."""
@@ -201,6 +201,14 @@ _NOT_COMPARED = ("name", "device", "training")
 
 def _has_weights(value: object) -> bool:
     return isinstance(value, (Tensor, nn.Module))
+
+
+def _text(value: object) -> str | None:
+    """Return a short text that stands for a value, or None where nothing does."""
+    if isinstance(value, (bool, int, float, str)) and len(repr(value)) < 30:
+        return repr(value)
+    digest = digest_of(value)
+    return None if digest is None else digest.hex()
 
 
 def digest_of(value: object) -> bytes | None:

@@ -54,7 +54,7 @@ def test_a_change_shows(change):
     changed = copy.deepcopy(model)
     change(changed)
     after = changed.fingerprint()
-    assert len([key for key in before if before[key] != after[key]]) == 1
+    assert len([key for key in before | after if before.get(key) != after.get(key)]) == 1
 
 
 def test_what_does_not_count():

@@ -282,7 +282,7 @@ def test_mpi4py_missing_in_a_parallel_job(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.delitem(sys.modules, "nvdd_md.comm.mpi", raising=False)
     with pytest.raises(ImportError, match="pip install mpi4py mpich"):
-        launch._mpi_module()
+        launch._start_mpi_with_all_ranks()
     with pytest.raises(LaunchError, match=r"mpiexec started 4 ranks .* MPI cannot be used"):
         world_communicator()
 

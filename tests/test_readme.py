@@ -22,7 +22,7 @@ SOURCE = re.sub(
 # What a message puts in: numbers, lists, names of atoms, calls, launchers and nodes.
 VARIABLE = re.compile(
     r"atom \d+ \(Cu\)|\b\d[\w.]*|\[[\d, ]*\]|\bU\b|an evaluation|not finite|positions$|forces|"
-    r"mpiexec|, but (?=mpi4py)|node7|…"
+    r"mpiexec|a gather|KeyboardInterrupt|, but (?=mpi4py)|node7|…"
 )
 
 

@@ -1,6 +1,5 @@
 """One rank that stops must not leave the others waiting."""
 
-import os
 import sys
 import traceback
 from types import TracebackType
@@ -22,14 +21,11 @@ def install_excepthook(comm: Communicator) -> None:
     if comm.job_size == 1 or _installed:
         return
     _installed.append(comm)
-    earlier, pid = sys.excepthook, os.getpid()
+    earlier = sys.excepthook
 
     def abort_job(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != pid:  # a fork of this rank is none of the ranks
-            earlier(kind, error, trace)
-            return
         headline = (
             f"[rank {job_rank()} of {comm.job_size}] uncaught exception, the job is aborted:\n"
         )

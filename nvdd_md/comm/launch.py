@@ -4,6 +4,7 @@ Nothing happens at import. :func:`world_communicator` makes the communicator of 
 its first call; :func:`as_communicator` takes what a caller has.
 """
 
+import faulthandler
 import logging
 import os
 import sys
@@ -120,7 +121,7 @@ def as_communicator(comm: object = None, limit_s: float | None = FIRST_USE_LIMIT
     mpi4py_mpi = sys.modules.get("mpi4py.MPI")
     if mpi4py_mpi is not None and isinstance(comm, mpi4py_mpi.Comm):
         with _patience(limit_s):
-            return cast(Communicator, _mpi_module().MpiCommunicator(comm))
+            return cast(Communicator, _start_mpi_with_all_ranks().MpiCommunicator(comm))
     if dist.is_available():
         if isinstance(comm, dist.ProcessGroup):
             with _patience(limit_s):
@@ -138,18 +139,27 @@ def as_communicator(comm: object = None, limit_s: float | None = FIRST_USE_LIMIT
 
 @contextmanager
 def _patience(limit_s: float | None) -> Iterator[None]:
-    """Watch the first use of some ranks, in which MPI or torch.distributed wait by themselves."""
+    """Watch the first use of some ranks, in which MPI or torch.distributed wait by themselves.
+
+    While MPI starts, nothing else of Python can run in this process: there the end is left to
+    :mod:`faulthandler`, a little later, which prints where the program stands.
+    """
     timers = [threading.Timer(WARN_AFTER_S, _warn_of_first_use)]
     if limit_s is not None:
         timers.append(threading.Timer(limit_s, _end_first_use, (limit_s,)))
     for timer in timers:
         timer.daemon = True
         timer.start()
+    backstop = limit_s is not None and "mpi4py.MPI" not in sys.modules
+    if limit_s is not None and backstop and sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(limit_s + 2.0, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
         for timer in timers:
             timer.cancel()
+        if backstop:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _warn_of_first_use() -> None:
@@ -201,7 +211,7 @@ def _agreeing_mpi() -> ModuleType:
         else (f"{launch.launcher} started {launch.size} ranks (this is rank {launch.rank}), but ")
     )
     try:
-        mpi = _mpi_module()
+        mpi = _start_mpi_with_all_ranks()
     except ImportError as error:
         raise LaunchError(
             f"{started}MPI cannot be used: {error}. To run every process on its own, pass "
@@ -236,7 +246,7 @@ def _torch_world() -> Communicator:
     return cast(Communicator, _torch_module().TorchCommunicator())
 
 
-def _mpi_module() -> ModuleType:
+def _start_mpi_with_all_ranks() -> ModuleType:
     """Import the MPI backend, which initialises MPI."""
     return import_module("nvdd_md.comm.mpi")
 

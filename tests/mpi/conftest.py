@@ -22,9 +22,11 @@ On the ranks that sleep no fixture is set up, so a fixture may communicate over 
 never over all ranks.
 """
 
+import atexit
 import faulthandler
 import functools
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -56,6 +58,12 @@ RANK_COUNTS = (1, 2, 3, 4)
 OUTCOMES = ("passed", "failed", "skipped")
 
 torch.set_num_threads(1)
+
+# Each rank has temporary folders of its own: pytest tidies up the old ones of all its processes at
+# their end, and several that do so at the same time get in each other's way.
+TEMPORARY = tempfile.mkdtemp(prefix=f"nvdd_md-rank-{WORLD.rank}-")
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+os.environ["PYTEST_DEBUG_TEMPROOT"] = TEMPORARY
 
 # The same examples on all ranks. The phase left out watches which lines each rank runs.
 settings.register_profile(

@@ -9,7 +9,7 @@ from ase import Atoms, units
 from ase.build import bulk, molecule
 from ase.io import read
 from ase.md.langevin import Langevin
-from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+from ase.md.velocitydistribution import thermalize_momenta
 from ase.md.verlet import VelocityVerlet
 
 from nvdd_md.calculators import DistributedCalculator, TwoHop
@@ -61,7 +61,7 @@ def test_random_numbers_that_nobody_gave_are_the_same_on_all_ranks(world):
     """ASE draws them on one rank; nothing in the calculator makes copies drift apart."""
     atoms = bulk("Cu", cubic=True, a=3.6) * 2
     atoms.calc = DistributedCalculator(TwoHop(), world, device="cpu")
-    MaxwellBoltzmannDistribution(atoms, temperature_K=500)
+    thermalize_momenta(atoms, temperature_K=500)
     Langevin(atoms, 2 * units.fs, temperature_K=500, friction=0.02 / units.fs).run(20)
     assert len(set(world.allgather(atoms.positions.tobytes()))) == 1
 
