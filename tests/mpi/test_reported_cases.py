@@ -62,7 +62,8 @@ def test_random_numbers_that_nobody_gave_are_the_same_on_all_ranks(world):
     atoms = bulk("Cu", cubic=True, a=3.6) * 2
     atoms.calc = DistributedCalculator(TwoHop(), world, device="cpu")
     thermalize_momenta(atoms, temperature_K=500)
-    Langevin(atoms, 2 * units.fs, temperature_K=500, friction=0.02 / units.fs).run(20)
+    settings = {"temperature_K": 500, "friction": 0.02 / units.fs, "fixcm": False}
+    Langevin(atoms, 2 * units.fs, **settings).run(20)
     assert len(set(world.allgather(atoms.positions.tobytes()))) == 1
 
 
