@@ -130,15 +130,14 @@ def _gather(
         1,
     )
     n_head, n_columns = head.shape[1], body.shape[1]
-    owned_counts = np.bincount(decomposition.owners, minlength=comm.size)
-    counts = n_head + owned_counts * n_columns
+    counts = n_head + decomposition.owned_counts * n_columns
     packed = comm.gather_rows(torch.cat((head.reshape(-1), body.reshape(-1))), counts.tolist())
     chunks = np.split(packed.cpu().numpy(), np.cumsum(counts)[:-1])
 
     all_heads = np.stack([chunk[:n_head] for chunk in chunks])
     ordered = np.concatenate([chunk[n_head:] for chunk in chunks]).reshape(-1, n_columns)
     by_id = np.empty_like(ordered)
-    by_id[np.argsort(decomposition.owners, kind="stable")] = ordered
+    by_id[decomposition.ids_by_owner] = ordered
     return _unpack(all_heads, heads, 0), _unpack(by_id, rows, 1)
 
 

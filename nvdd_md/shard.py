@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,11 +56,10 @@ class ShardTensor:
 
     def full_tensor(self) -> Tensor:
         """Return all atoms' rows (n_atoms, *F) in the caller's order. Collective."""
-        comm = self.decomposition.routing.comm
-        owners = self.decomposition.owners
-        counts = np.bincount(owners, minlength=comm.size)
+        decomposition = self.decomposition
+        comm, counts = decomposition.routing.comm, decomposition.owned_counts
         gathered = comm.gather_rows(self.owned.contiguous(), counts.tolist())
-        order = torch.from_numpy(np.argsort(owners, kind="stable")).to(gathered.device)
+        order = torch.from_numpy(decomposition.ids_by_owner).to(gathered.device)
         full = torch.empty_like(gathered)
         full[order] = gathered
         return full

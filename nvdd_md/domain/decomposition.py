@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,6 +59,16 @@ class Decomposition:
     lattice: Lattice
     cutoff: float
     skin: float
+
+    @cached_property
+    def owned_counts(self) -> IntArray:
+        """Atoms of each rank, (n_ranks,)."""
+        return np.bincount(self.owners, minlength=len(self.edges_per_rank))
+
+    @cached_property
+    def ids_by_owner(self) -> IntArray:
+        """Atom ids by (owner, id), (n_atoms,): the order of rows gathered from all ranks."""
+        return np.argsort(self.owners, kind="stable")
 
     @property
     def local_ids(self) -> IntArray:
