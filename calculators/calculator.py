@@ -14,14 +14,20 @@ from typing import Self
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.calculator import Calculator, all_changes
+from ase.calculators.calculator import (
+    Calculator,
+    PropertyNotImplementedError,
+    all_changes,
+)
 from numpy.typing import NDArray
 
 from nvdd_md import agreement
 from nvdd_md.agreement import CALLS, agree, meet
 from nvdd_md.calculators.report import RankReport, Report
 from nvdd_md.comm import (
+    DEFAULT_WATCHDOG_S,
     Communicator,
+    SerialCommunicator,
     Traffic,
     as_communicator,
     connect_ase_world,
@@ -34,7 +40,7 @@ from nvdd_md.domain.decomposition import Decomposition
 from nvdd_md.engine import ForceEngine
 from nvdd_md.potential import Potential
 from nvdd_md.system import System
-from nvdd_md.watchdog import DEFAULT_WATCHDOG_S, Watchdog
+from nvdd_md.watchdog import Watchdog
 
 DEFAULT_SKIN = 0.5
 """Å; see ``docs/design.md`` for the measurement behind it."""
@@ -199,6 +205,25 @@ class DistributedCalculator(Calculator):
         )
         return new
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is pickled, in a single process only: ranks cannot be stored.
+
+        Raises
+        ------
+        TypeError
+            If the calculator stands for ranks of MPI or torch.distributed.
+        """
+        if not isinstance(self.comm, SerialCommunicator):
+            raise TypeError(
+                "a DistributedCalculator of a parallel job cannot be pickled; pickle atoms.copy(), "
+                "which has no calculator"
+            )
+        return {key: value for key, value in self.__dict__.items() if key != "_summary"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._summary = weakref.finalize(self, _log_summary, self.engine)
+
     def __enter__(self) -> Self:
         return self
 
@@ -239,6 +264,25 @@ class DistributedCalculator(Calculator):
         except ValueError:
             unchanged = False
         return [] if unchanged else list(all_changes)
+
+    def get_property(
+        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
+    ) -> object:
+        """Return a result, from the cache or a new evaluation. **Collective** in the latter case.
+
+        Raises
+        ------
+        PropertyNotImplementedError
+            For a stress without three cell vectors and a periodic axis, or an unknown name.
+        """
+        try:
+            return super().get_property(name, atoms, allow_calculation)  # type: ignore[no-untyped-call]
+        except PropertyNotImplementedError as error:
+            if name not in ("stress", "stresses"):
+                raise
+            raise PropertyNotImplementedError(
+                f"there is no {name}: it needs three cell vectors and a periodic axis"
+            ) from error
 
     def calculate(
         self,
@@ -371,7 +415,9 @@ class DistributedCalculator(Calculator):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this DistributedCalculator is closed")
+            raise RuntimeError(
+                "this DistributedCalculator is closed: ask for results and for the report before"
+            )
 
     def todict(self, skip_default: bool = True) -> dict[str, object]:
         """Return a description that trajectory files can store."""
@@ -391,17 +437,18 @@ class DistributedCalculator(Calculator):
 
 
 def _check_arguments(
-    potential: object, skin: float, cut_axes: Sequence[int], watchdog_s: float | None
+    potential: object, skin: object, cut_axes: Sequence[int], watchdog_s: float | None
 ) -> None:
     if not isinstance(potential, Potential):
         raise TypeError(
-            f"potential must be an object such as SevenNet('7net-0') or TwoHop(), got {potential!r}"
+            "potential must be an object, such as load_potential('sevennet:7net-0') or TwoHop(), "
+            f"got {potential!r}"
         )
-    if not np.isfinite(skin) or skin < 0:
+    if not isinstance(skin, (int, float)) or not np.isfinite(skin) or skin < 0:
         raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
     if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
         raise ValueError(f"cut_axes must name some of the axes 0, 1, 2, got {cut_axes!r}")
-    if watchdog_s is not None and not watchdog_s > 0:
+    if watchdog_s is not None and not 0 < watchdog_s < np.inf:
         raise ValueError(f"watchdog_s must be seconds > 0 or None, got {watchdog_s!r}")
     reserved = sorted(set(potential.outputs) & set(_COMPUTED))
     if reserved:

@@ -31,7 +31,7 @@ from nvdd_md.calculators.edge_blocks import EdgeLayout, slots_per_block
 from nvdd_md.calculators.mace_interactions import Edges, interaction_of
 from nvdd_md.calculators.mace_products import Product
 from nvdd_md.calculators.mace_readouts import PairRepulsion, Readout
-from nvdd_md.calculators.model_file import read_on_rank_0
+from nvdd_md.calculators.model_file import read_on_rank_0, readable
 from nvdd_md.helpers import refresh_neighbors
 from nvdd_md.potential import InfoKey, LocalGraph, Potential, digest_of
 
@@ -214,7 +214,7 @@ class MACE(Potential):
     ImportError
         If the package ``mace`` is missing, or one that a conversion needs.
     ValueError
-        If there is no such dtype or head, or if a head must be chosen.
+        If there is no such dtype or head, if a head must be chosen, or if the file holds no model.
     NotImplementedError
         If the model is of another class, or has parts of another class, than those known here.
     OSError
@@ -292,7 +292,8 @@ def _load(model: str | PathLike[str] | nn.Module, comm: object) -> Foreign:
         source.seek(0)
     else:
         source = model if comm is None else BytesIO(read_on_rank_0(model, comm))
-    loaded = torch.load(source, map_location="cpu", weights_only=False)
+    with readable(model):
+        loaded = torch.load(source, map_location="cpu", weights_only=False)
     name = type(loaded).__name__
     if name not in MODELS:
         raise NotImplementedError(

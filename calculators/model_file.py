@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
 from nvdd_md.agreement import CALLS, LOAD, DisagreementError, meet
-from nvdd_md.comm import Communicator, as_communicator, install_excepthook
+from nvdd_md.comm import DEFAULT_WATCHDOG_S, Communicator, as_communicator, install_excepthook
 from nvdd_md.departure import leave_at_exit
-from nvdd_md.watchdog import DEFAULT_WATCHDOG_S, Watchdog
+from nvdd_md.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -79,6 +80,23 @@ def from_rank_0(compute: Callable[[], T], comm: object, request: str) -> T:
     if shared is not None:
         raise shared from failure
     return result  # type: ignore[return-value]  # None only if compute returned it
+
+
+@contextmanager
+def readable(model: object) -> Iterator[None]:
+    """Say which file it is that torch cannot read.
+
+    Raises
+    ------
+    ValueError
+        For what torch raises on a file that is broken, or no model at all.
+    """
+    try:
+        yield
+    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"{model} cannot be read as a model: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _agree_on_request(request: str, comm: Communicator) -> None:

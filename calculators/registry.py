@@ -68,12 +68,14 @@ def load_potential(spec: str, comm: object = None, **options: object) -> Potenti
         the class refuses an option's value. As ``DisagreementError`` if the ranks load different
         models (what differs in the options, the calculator finds).
     TypeError
-        If the family has no such option.
+        If ``spec`` is no text, or the family has no such option.
     ImportError
         If the family's package is missing.
     OSError
         If a model file cannot be read: the error of rank 0, on all ranks.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"a potential is named by a text such as 'mace:model.pt', got {spec!r}")
     name, colon, model = spec.partition(":")
     if name not in FAMILIES:
         raise ValueError(
@@ -105,10 +107,10 @@ def _checked(name: str, family: Family, options: Mapping[str, object]) -> dict[s
             )
     given = dict(options)
     dtype = given.get("dtype")
-    if isinstance(dtype, str):
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
-        given["dtype"] = DTYPES[dtype]
+        given["dtype"] = DTYPES[str(dtype)]
     return given
 
 

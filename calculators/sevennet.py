@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nvdd_md.calculators.blocked_convolution import Convolution, Foreign
 from nvdd_md.calculators.edge_blocks import EdgeLayout, slots_per_block
-from nvdd_md.calculators.model_file import from_rank_0
+from nvdd_md.calculators.model_file import from_rank_0, readable
 from nvdd_md.helpers import refresh_neighbors
 from nvdd_md.potential import LocalGraph, Potential, digest_of
 
@@ -248,7 +248,8 @@ def _load(name: str, modal: str | None, comm: object) -> Foreign:
             'SevenNet models need the package sevenn: pip install "nvdd-md[sevennet]"'
         ) from error
     checkpoint = load_checkpoint(name) if comm is None else _received(name, comm, load_checkpoint)
-    modals = sorted(checkpoint.config.get("_modal_map") or ())
+    with readable(name):
+        modals = sorted(checkpoint.config.get("_modal_map") or ())
     if not modals and modal is not None:
         raise ValueError(f"{name} has no modals, so modal={modal!r} cannot be chosen")
     if modals and modal not in modals:
@@ -269,5 +270,6 @@ def _received(name: str, comm: object, load_checkpoint: Callable[[str], Foreign]
         file.write(content)
         file.flush()
         checkpoint = load_checkpoint(file.name)
-        _ = checkpoint.config
+        with readable(name):
+            _ = checkpoint.config
     return checkpoint

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -165,10 +167,10 @@ class Potential(ABC):
         """Return what must be the same on all ranks: short texts by the attributes of this object.
 
         Numbers, strings, tensors, arrays and torch modules among the attributes count, also inside
-        lists, tuples and dictionaries (such as those of a class that is a torch module itself);
-        other objects do not. Neither does the name, nor the device: a model may lie in different
-        folders on different nodes. Where a wrapper has set ``weights_digest``, that stands for all
-        tensors and modules.
+        lists, tuples and dictionaries (such as those of a class that is a torch module itself). Of
+        other objects, and of what functions refer to, only tensors, arrays and modules count.
+        Neither the name counts nor the device: a model may lie in different folders on different
+        nodes. Where a wrapper has set ``weights_digest``, that stands for all tensors and modules.
         """
         values: dict[str, object] = {"class": type(self).__qualname__}
         values |= {key: value for key, value in vars(self).items() if key not in _NOT_COMPARED}
@@ -217,8 +219,8 @@ def digest_of(value: object) -> bytes | None:
     Parameters
     ----------
     value : object
-        A number, string, tensor, array or torch module (its parameters and buffers), or a list,
-        tuple or dictionary of such; what else is in these is left out.
+        A number, string, tensor, array or torch module (its parameters and buffers), a list,
+        tuple or dictionary of such, or another object with tensors, arrays or modules in it.
     """
     digest = hashlib.blake2b(digest_size=8)
     if isinstance(value, nn.Module):
@@ -237,5 +239,35 @@ def digest_of(value: object) -> bytes | None:
         for key in sorted(value, key=repr):
             digest.update(repr(key).encode() + (digest_of(value[key]) or b""))
     else:
-        return None
+        hidden = [digest_of(weights) or b"" for weights in _weights_inside(value, set())]
+        if not hidden:
+            return None
+        digest.update(b"".join(hidden))
     return digest.digest()
+
+
+def _weights_inside(value: object, seen: set[int]) -> Iterator[object]:
+    """Yield the tensors, arrays and modules that an object refers to, in the order of names."""
+    if id(value) in seen or isinstance(value, (type, ModuleType)):
+        return
+    seen.add(id(value))
+    if isinstance(value, (Tensor, nn.Module, np.ndarray)):
+        yield value
+        return
+    parts: list[object] = []
+    if isinstance(value, Mapping):
+        parts += [value[key] for key in sorted(value, key=repr)]
+    elif isinstance(value, (list, tuple)):
+        parts += value
+    elif isinstance(value, FunctionType):
+        parts += [value.__defaults__, value.__kwdefaults__]
+        parts += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
+    elif isinstance(value, partial):
+        parts += [value.func, value.args, value.keywords]
+    elif isinstance(value, MethodType):
+        parts += [value.__self__]
+    else:
+        names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+        parts += [getattr(value, name, None) for name in sorted(names)]
+    for part in parts:
+        yield from _weights_inside(part, seen)

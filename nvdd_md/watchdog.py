@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import traceback
@@ -11,9 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nvdd_md.comm import Communicator, RollCall
-
-DEFAULT_WATCHDOG_S = float(os.environ.get("NVDD_MD_WATCHDOG_S", "600"))
-"""Seconds after which a rank that is missing ends the job."""
 
 WARN_AFTER_S = 60.0
 ANNOUNCE_AFTER_S = 10.0

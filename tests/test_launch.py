@@ -288,6 +288,19 @@ def test_mpi4py_missing_in_a_parallel_job(monkeypatch):
         world_communicator()
 
 
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_a_limit_in_the_environment_that_makes_no_sense(given, monkeypatch):
+    monkeypatch.setenv("NVDD_MD_WATCHDOG_S", given)
+    with pytest.raises(ValueError, match=f"NVDD_MD_WATCHDOG_S must be seconds > 0.*got '{given}'"):
+        launch._limit_from_environment()
+
+
+@pytest.mark.parametrize(("given", "limit"), [("", 600.0), (" 7.5", 7.5), ("None", None)])
+def test_a_limit_in_the_environment(given, limit, monkeypatch):
+    monkeypatch.setenv("NVDD_MD_WATCHDOG_S", given)
+    assert launch._limit_from_environment() == limit
+
+
 def test_torch_without_distributed(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(LaunchError, match=r"no torch\.distributed"):

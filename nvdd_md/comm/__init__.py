@@ -9,11 +9,17 @@ from nvdd_md.comm.communicator import Communicator, RollCall, Traffic
 from nvdd_md.comm.detect import Launch, detect_launch
 from nvdd_md.comm.errors import CommError, CommTimeoutError, LaunchError
 from nvdd_md.comm.excepthook import install_excepthook
-from nvdd_md.comm.launch import as_communicator, job_rank, world_communicator
+from nvdd_md.comm.launch import (
+    DEFAULT_WATCHDOG_S,
+    as_communicator,
+    job_rank,
+    world_communicator,
+)
 from nvdd_md.comm.resources import device_for, set_threads
 from nvdd_md.comm.serial import SerialCommunicator
 
 __all__ = [
+    "DEFAULT_WATCHDOG_S",
     "CommError",
     "CommTimeoutError",
     "Communicator",

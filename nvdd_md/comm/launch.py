@@ -6,6 +6,7 @@ its first call; :func:`as_communicator` takes what a caller has.
 
 import faulthandler
 import logging
+import math
 import os
 import sys
 import threading
@@ -25,17 +26,39 @@ from nvdd_md.comm.errors import CommError, LaunchError
 from nvdd_md.comm.serial import SerialCommunicator
 
 __all__ = [
+    "DEFAULT_WATCHDOG_S",
     "as_communicator",
     "job_rank",
     "world_communicator",
 ]
 
-FIRST_USE_LIMIT_S = 600.0
 WARN_AFTER_S = 60.0
+
+
+def _limit_from_environment() -> float | None:
+    """Return the seconds in ``NVDD_MD_WATCHDOG_S``, None for "none", 600 where nothing is given."""
+    given = os.environ.get("NVDD_MD_WATCHDOG_S", "").strip()
+    if given.lower() == "none":
+        return None
+    try:
+        seconds = float(given or "600")
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds < math.inf:
+        raise ValueError(
+            "the environment variable NVDD_MD_WATCHDOG_S must be seconds > 0, or none for ever, "
+            f"got {given!r}"
+        )
+    return seconds
+
+
+DEFAULT_WATCHDOG_S = _limit_from_environment()
+"""Seconds after which a rank that is missing ends the job. None: never."""
 
 _FIRST_USE = (
     "rank {rank} has waited {seconds:g} s for all ranks to make their first calculator, or to load "
-    "their first potential: every rank must do so, not rank 0 alone"
+    "their first potential: every rank must do so, not rank 0 alone, or some ranks with comm= on "
+    "a group of their own"
 )
 _log = logging.getLogger(__name__)
 _worlds: dict[str, Communicator] = {}
@@ -43,7 +66,7 @@ _chosen: list[str] = []
 
 
 def world_communicator(
-    backend: str = "auto", limit_s: float | None = FIRST_USE_LIMIT_S
+    backend: str = "auto", limit_s: float | None = DEFAULT_WATCHDOG_S
 ) -> Communicator:
     """Return the communicator of all ranks of the job. **Collective** at the first call.
 
@@ -96,7 +119,9 @@ def job_rank() -> int:
     return 0 if launch is None else launch.rank
 
 
-def as_communicator(comm: object = None, limit_s: float | None = FIRST_USE_LIMIT_S) -> Communicator:
+def as_communicator(
+    comm: object = None, limit_s: float | None = DEFAULT_WATCHDOG_S
+) -> Communicator:
     """Return a communicator for what a caller passed. **Collective** at the first use of it.
 
     Parameters

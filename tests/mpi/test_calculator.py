@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 import random
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from structures import STRUCTURES
 
 from nvdd_md.agreement import DisagreementError
 from nvdd_md.calculators import DistributedCalculator, LennardJones, TwoHop
+from nvdd_md.comm import SerialCommunicator
 from nvdd_md.engine import ForceEngine
 from nvdd_md.helpers import Scope, system_sum
 from nvdd_md.potential import InfoKey, OutputKind
@@ -639,10 +641,10 @@ def test_refused_at_the_start(comm):
         distributed(TwoHop(), comm).set(skin=1.0)
     with pytest.raises(ValueError, match="rc must be a length > 0"):
         TwoHop(rc=0.0)
-    for skin in (-0.1, np.nan):
+    for skin in (-0.1, np.nan, "wide"):
         with pytest.raises(ValueError, match="skin must be a length"):
             DistributedCalculator(TwoHop(), comm, skin=skin)
-    for limit in (0.0, -1.0, np.nan):
+    for limit in (0.0, -1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="watchdog_s must be seconds > 0"):
             DistributedCalculator(TwoHop(), comm, watchdog_s=limit)
     with pytest.raises(ValueError, match="cut_axes must name"):
@@ -681,6 +683,19 @@ def test_a_shallow_copy_is_a_calculator_of_its_own(comm, atoms):
     stress = atoms.get_stress()
     other.get_stress()
     assert_near(atoms.get_stresses().sum(0), stress, 1e-13)
+
+
+def test_pickle(comm, calculator, atoms):
+    atoms.calc = calculator
+    with pytest.raises(TypeError, match=r"cannot be pickled; pickle atoms\.copy"):
+        pickle.dumps(atoms)
+    atoms.calc = DistributedCalculator(TwoHop(), SerialCommunicator(), device="cpu")
+    energy = atoms.get_potential_energy()
+    again = pickle.loads(pickle.dumps(atoms))
+    assert again.get_potential_energy() == energy
+    again.positions[0] += 0.1
+    assert again.get_potential_energy() != energy
+    again.calc.close()
 
 
 def test_stresses_of_nothing(comm):

@@ -564,7 +564,10 @@ def test_global_state_is_neither_changed_nor_read(comm, name, default):
 
 
 @pytest.mark.parametrize("comm", [1], indirect=True)
-def test_refusals(comm, monkeypatch):
+def test_refusals(comm, monkeypatch, tmp_path):
+    (tmp_path / "model.pt").write_text("no model at all")
+    with pytest.raises(ValueError, match=r"model\.pt cannot be read as a model: \w+: "):
+        MACE(tmp_path / "model.pt")
     for head in ("two", None):
         heads = nn.Module.__new__(type(build("heads")))
         heads.__dict__ = dict(build("heads").__dict__)

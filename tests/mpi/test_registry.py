@@ -92,7 +92,9 @@ def test_options_of_a_toml_file():
         ("two-hop", {"skin": 1.0}, TypeError, r"'skin'; it has \['rc', 'k', 'A', 'elements', 'd"),
         ("mace:m.pt", {"model": "x"}, TypeError, r"no option 'model'.*; it has \['head', 'dtype'"),
         ("two-hop", {"dtype": "float16"}, ValueError, r"one of \['float32', 'float64'\], got 'fl"),
+        ("two-hop", {"dtype": np.float64}, ValueError, r"one of \['float32', 'float64'\], got <cl"),
         ("two-hop", {"rc": -1.0}, ValueError, "rc must be a length > 0"),
+        (Path("model.pt"), {}, TypeError, "named by a text such as 'mace:model.pt', got PosixPath"),
     ],
 )
 def test_refusals(spec, options, kind, message):
@@ -172,6 +174,15 @@ def test_checkpoints_that_are_missing(comm, tmp_path, monkeypatch):
         load_potential("sevennet:checkpoint.pth", comm)
     with pytest.raises(ValueError, match=r"7net-mf-0 needs modal=, one of \['PBE', 'R2SCAN'\]"):
         load_potential("sevennet:7net-mf-0", comm)
+
+
+@needs_sevenn
+@pytest.mark.parametrize("comm", [1, 2], indirect=True)
+def test_a_file_that_is_no_model(comm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.pth").write_text("no model at all")
+    with pytest.raises(ValueError, match=r"^model\.pth cannot be read as a model: \w+: "):
+        load_potential("sevennet:model.pth", comm)
 
 
 def test_without_a_communicator_all_ranks_of_the_job_load(world, tmp_path):
