@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import socket
 import weakref
@@ -23,15 +22,14 @@ from numpy.typing import NDArray
 
 from nvdd_md import agreement
 from nvdd_md.agreement import CALLS, agree, meet
-from nvdd_md.calculators.report import RankReport, Report
+from nvdd_md.calculators.construction import agree_on_model, log_seats, move_to_device
+from nvdd_md.calculators.report import RankReport, Report, log_summary
 from nvdd_md.comm import (
     DEFAULT_WATCHDOG_S,
-    Communicator,
     SerialCommunicator,
     Traffic,
     as_communicator,
     connect_ase_world,
-    device_for,
     install_excepthook,
     set_threads,
 )
@@ -136,12 +134,12 @@ class DistributedCalculator(Calculator):
         self._watchdog = Watchdog(self.comm, watchdog_s)
         settings = (float(skin), tuple(cut_axes), bool(force_halo))
         with self._watchdog.entry(CALLS[agreement.CONSTRUCT]):
-            _agree_on_model(potential, settings, self.comm)
+            agree_on_model(potential, settings, self.comm)
         with self._watchdog.inside(CALLS[agreement.CONSTRUCT]):
             threads = set_threads(self.comm)
-            _move(potential, device, self.comm)
+            move_to_device(potential, device, self.comm)
             self._seat = (socket.gethostname(), str(potential.device), threads)
-            _log_seats(self.comm, self._seat)
+            log_seats(self.comm, self._seat)
         self._prepare(
             ForceEngine(
                 potential, self.comm, skin=skin, cut_axes=tuple(cut_axes), force_halo=force_halo
@@ -160,7 +158,7 @@ class DistributedCalculator(Calculator):
         self._warned: set[str] = set()
         self._closed = False
         self._traffic = Traffic()
-        self._summary = weakref.finalize(self, _log_summary, engine)
+        self._summary = weakref.finalize(self, log_summary, engine)
 
     @property
     def potential(self) -> Potential:
@@ -222,7 +220,7 @@ class DistributedCalculator(Calculator):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._summary = weakref.finalize(self, _log_summary, self.engine)
+        self._summary = weakref.finalize(self, log_summary, self.engine)
 
     def __enter__(self) -> Self:
         return self
@@ -456,67 +454,3 @@ def _check_arguments(
             f"{potential.name} declares outputs named {reserved}: the engine computes these "
             "itself, from the energy terms and their gradient"
         )
-
-
-def _agree_on_model(potential: Potential, settings: tuple[object, ...], comm: Communicator) -> None:
-    """Check that all ranks construct the same. Collective."""
-    if comm.size == 1:
-        return
-    mine: dict[str, str] = {}
-    failure: Exception | None = None
-    try:
-        mine = potential.fingerprint() | {"(skin, cut_axes, force_halo)": repr(settings)}
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        failure = error
-    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).digest()
-    if meet(comm, agreement.CONSTRUCT, digest, failure):
-        return
-    offers = comm.gather_objects(mine)
-    keys = sorted({key for offer in offers for key in offer})
-    different = [key for key in keys if len({offer.get(key) for offer in offers}) > 1]
-    ranks = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{key} {offer.get(key)}" for key in different)
-        for rank, offer in enumerate(offers)
-    )
-    raise agreement.DisagreementError(
-        f"the ranks construct calculators with different models or settings: {ranks}"
-    )
-
-
-def _move(potential: Potential, device: str | torch.device | None, comm: Communicator) -> None:
-    """Move the model to this rank's device, on all ranks or on none. Collective."""
-    failure: Exception | None = None
-    try:
-        potential.to(device_for(comm, device))
-    except Exception as error:  # too few GPUs, or no memory on one: the others must hear of it
-        failure = error
-    meet(comm, agreement.CONSTRUCT, bytes(16), failure)
-
-
-def _log_seats(comm: Communicator, seat: tuple[str, str, int]) -> None:
-    """Log which rank runs where. Collective, the first time."""
-    if "log seats" in comm.state.once:
-        return
-    comm.state.once.add("log seats")
-    seats = comm.gather_objects(seat)
-    if comm.rank == 0:
-        for rank, (host, device, threads) in enumerate(seats):
-            _log.info("rank %d: host %s, device %s, %d thread(s)", rank, host, device, threads)
-
-
-def _log_summary(engine: ForceEngine) -> None:
-    """Log what the evaluations of rank 0 cost."""
-    if engine.comm.rank or not engine.n_evaluations:
-        return
-    seconds = engine.times.seconds
-    n = engine.n_evaluations
-    phases = ", ".join(f"{phase} {total / n:.3g}" for phase, total in seconds.items())
-    _log.info(
-        "%s: %d evaluations on %d rank(s), %.4g s each (rank 0: %s), %d neighbour list(s)",
-        engine.potential.name,
-        n,
-        engine.comm.size,
-        sum(seconds.values()) / n,
-        phases,
-        engine.n_rebuilds,
-    )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from nvdd_md.comm import Traffic
+from nvdd_md.engine import ForceEngine
 from nvdd_md.phase_times import MODEL, PHASES
+
+_log = logging.getLogger(__name__)
 
 UNEVEN = 1.10
 """Largest over mean number of edges from which on the division is called uneven."""
@@ -179,3 +183,21 @@ _RULES: tuple[Callable[[Report], str], ...] = (
     _few_atoms,
     _worth_it,
 )
+
+
+def log_summary(engine: ForceEngine) -> None:
+    """Log what the evaluations of rank 0 cost."""
+    if engine.comm.rank or not engine.n_evaluations:
+        return
+    seconds = engine.times.seconds
+    n = engine.n_evaluations
+    phases = ", ".join(f"{phase} {total / n:.3g}" for phase, total in seconds.items())
+    _log.info(
+        "%s: %d evaluations on %d rank(s), %.4g s each (rank 0: %s), %d neighbour list(s)",
+        engine.potential.name,
+        n,
+        engine.comm.size,
+        sum(seconds.values()) / n,
+        phases,
+        engine.n_rebuilds,
+    )
