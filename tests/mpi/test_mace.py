@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from pickle import UnpicklingError
 
 import numpy as np
 import pytest
@@ -520,7 +519,7 @@ def test_model_files_that_cannot_be_read(comm, tmp_path, monkeypatch):
     with pytest.raises(IsADirectoryError, match="folder"):
         load_potential("mace:folder", comm)
     (tmp_path / "text").write_text("no model")
-    with pytest.raises(UnpicklingError):
+    with pytest.raises(ValueError, match=r"text cannot be read as a model: UnpicklingError"):
         load_potential("mace:text", comm)
 
 
@@ -564,10 +563,7 @@ def test_global_state_is_neither_changed_nor_read(comm, name, default):
 
 
 @pytest.mark.parametrize("comm", [1], indirect=True)
-def test_refusals(comm, monkeypatch, tmp_path):
-    (tmp_path / "model.pt").write_text("no model at all")
-    with pytest.raises(ValueError, match=r"model\.pt cannot be read as a model: \w+: "):
-        MACE(tmp_path / "model.pt")
+def test_refusals(comm, monkeypatch):
     for head in ("two", None):
         heads = nn.Module.__new__(type(build("heads")))
         heads.__dict__ = dict(build("heads").__dict__)
