@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,31 +21,18 @@ from numpy.typing import NDArray
 
 from nvdd_md import agreement
 from nvdd_md.agreement import CALLS, agree, meet
-from nvdd_md.calculators.construction import agree_on_model, log_seats, move_to_device
-from nvdd_md.calculators.report import RankReport, Report, log_summary
-from nvdd_md.comm import (
-    DEFAULT_WATCHDOG_S,
-    SerialCommunicator,
-    Traffic,
-    as_communicator,
-    connect_ase_world,
-    install_excepthook,
-    set_threads,
-)
-from nvdd_md.departure import leave_at_exit
+from nvdd_md.comm import DEFAULT_WATCHDOG_S, SerialCommunicator, Traffic
+from nvdd_md.construction import DEFAULT_SKIN, check_settings, join, settle
 from nvdd_md.domain.decomposition import Decomposition
 from nvdd_md.engine import ForceEngine
 from nvdd_md.potential import Potential
+from nvdd_md.report import RankReport, Report, log_summary
 from nvdd_md.system import System
 from nvdd_md.watchdog import Watchdog
-
-DEFAULT_SKIN = 0.5
-"""Å; see ``docs/design.md`` for the measurement behind it."""
 
 _log = logging.getLogger(__name__)
 
 _STANDARD = ("energy", "free_energy", "energies", "forces", "stress", "stresses")
-_COMPUTED = ("energy", "free_energy", "forces", "stress", "stresses")
 
 
 @dataclass(frozen=True)
@@ -125,21 +111,11 @@ class DistributedCalculator(Calculator):
         force_halo: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        _check_arguments(potential, skin, cut_axes, watchdog_s)
-        self.comm = as_communicator(comm, watchdog_s)
-        if comm is None:
-            connect_ase_world(self.comm)
-        install_excepthook(self.comm)
-        leave_at_exit(self.comm)
+        check_settings(potential, skin, cut_axes, watchdog_s)
+        self.comm = join(comm, watchdog_s)
         self._watchdog = Watchdog(self.comm, watchdog_s)
         settings = (float(skin), tuple(cut_axes), bool(force_halo))
-        with self._watchdog.entry(CALLS[agreement.CONSTRUCT]):
-            agree_on_model(potential, settings, self.comm)
-        with self._watchdog.inside(CALLS[agreement.CONSTRUCT]):
-            threads = set_threads(self.comm)
-            move_to_device(potential, device, self.comm)
-            self._seat = (socket.gethostname(), str(potential.device), threads)
-            log_seats(self.comm, self._seat)
+        self._seat = settle(potential, settings, device, self._watchdog)
         self._prepare(
             ForceEngine(
                 potential, self.comm, skin=skin, cut_axes=tuple(cut_axes), force_halo=force_halo
@@ -432,25 +408,3 @@ class DistributedCalculator(Calculator):
                     default,
                 )
             self._warned.add(key)
-
-
-def _check_arguments(
-    potential: object, skin: object, cut_axes: Sequence[int], watchdog_s: float | None
-) -> None:
-    if not isinstance(potential, Potential):
-        raise TypeError(
-            "potential must be an object, such as load_potential('sevennet:7net-0') or TwoHop(), "
-            f"got {potential!r}"
-        )
-    if not isinstance(skin, (int, float)) or not np.isfinite(skin) or skin < 0:
-        raise ValueError(f"skin must be a length >= 0 Å, got {skin!r}")
-    if not cut_axes or not set(cut_axes) <= {0, 1, 2}:
-        raise ValueError(f"cut_axes must name some of the axes 0, 1, 2, got {cut_axes!r}")
-    if watchdog_s is not None and not 0 < watchdog_s < np.inf:
-        raise ValueError(f"watchdog_s must be seconds > 0 or None, got {watchdog_s!r}")
-    reserved = sorted(set(potential.outputs) & set(_COMPUTED))
-    if reserved:
-        raise ValueError(
-            f"{potential.name} declares outputs named {reserved}: the engine computes these "
-            "itself, from the energy terms and their gradient"
-        )

@@ -5,7 +5,6 @@ changes the physics.
 """
 
 from nvdd_md.output import print0, start_logging
+from nvdd_md.version import __version__
 
 __all__ = ["__version__", "print0", "start_logging"]
-
-__version__ = "0.1.0"

@@ -29,12 +29,30 @@ CALLS = (
     "a partition report",
     "a performance report",
     "load_potential(...)",
+    "Simulation(...)",
+    "a run of a simulation",
+    "the end of a run of a simulation",
+    "the gathering of a simulation",
+    "new velocities of a simulation",
+    "a change of a simulation's integrator",
 )
 """What ranks may enter together, by the code that they exchange."""
 
-CONSTRUCT, EVALUATE, EVALUATE_WITH_STRESSES, STRESSES_ONLY, DECOMPOSE, REPORT, LOAD = range(
-    len(CALLS)
-)
+(
+    CONSTRUCT,
+    EVALUATE,
+    EVALUATE_WITH_STRESSES,
+    STRESSES_ONLY,
+    DECOMPOSE,
+    REPORT,
+    LOAD,
+    SIMULATE,
+    RUN,
+    END_OF_RUN,
+    GATHER,
+    VELOCITIES,
+    INTEGRATOR,
+) = range(len(CALLS))
 
 _OK, _FAILED, _LEFT = range(3)
 _DIGEST_BYTES = 16
@@ -87,7 +105,7 @@ def meet(comm: Communicator, call: int, digest: bytes, failure: Exception | None
         )
         comm.check_usable()
     if (records[:, 0] == _FAILED).any():
-        _raise_shared(failure, comm)
+        raise_shared(failure, comm)
     if (records[:, 1] != call).any():
         calls = "; ".join(f"rank {r} in {CALLS[c]}" for r, c in enumerate(records[:, 1]))
         raise DisagreementError(
@@ -146,7 +164,7 @@ def agree(
     return agreed if same else _follow_rank_0(atoms, agreed, comm)
 
 
-def _raise_shared(failure: Exception | None, comm: Communicator) -> NoReturn:
+def raise_shared(failure: Exception | None, comm: Communicator) -> NoReturn:
     """Raise the failure of the lowest failing rank on all ranks. Collective."""
     mine = None if failure is None else (type(failure).__name__, str(failure))
     failures = comm.gather_objects(mine)

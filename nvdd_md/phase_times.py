@@ -18,12 +18,18 @@ PHASES = (
     "fold",
     "exchange",
     "gather",
+    "integrate",
+    "output",
 )
 """In the order of one evaluation. ``exchange`` is the time that forward, backward and fold spend in
-messages, waiting for other ranks included; it is not counted in these three."""
+messages, waiting for other ranks included; it is not counted in these three. The last two are those
+of a simulation."""
 
 MODEL = ("forward", "backward")
 """The phases in which the model computes."""
+
+OF_SIMULATIONS = ("integrate", "output")
+"""Phases that a calculator does not have."""
 
 _EXCHANGING = (*MODEL, "fold")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,36 +12,11 @@ from torch import Tensor
 from nvdd_md.comm import Communicator
 from nvdd_md.domain.decomposition import Decomposition
 from nvdd_md.domain.lattice import FloatArray, IntArray
+from nvdd_md.evaluation import LocalResults, NonFiniteError, voigt
 from nvdd_md.potential import OutputKind, Potential
 from nvdd_md.system import System, describe
 
 Results = dict[str, float | NDArray[np.float64]]
-
-VOIGT = ((0, 1, 2, 1, 0, 0), (0, 1, 2, 2, 2, 1))
-"""Rows and columns of xx, yy, zz, yz, xz, xy."""
-
-
-class NonFiniteError(ArithmeticError):
-    """The model returned energies or forces that are not finite; the same error on all ranks."""
-
-
-@dataclass(frozen=True)
-class LocalResults:
-    """One rank's part of an evaluation.
-
-    Attributes
-    ----------
-    outputs : mapping of str to Tensor
-        Detached outputs of the forward, by declared name.
-    forces : (n_own_rows, 3) float64, eV/Å
-        Complete: contributions of other ranks' edges folded in.
-    virial : (3, 3) float64, eV
-        ``sum r ⊗ dE/dr`` over this rank's edges; a partial sum.
-    """
-
-    outputs: Mapping[str, Tensor]
-    forces: Tensor
-    virial: Tensor
 
 
 def consolidate(
@@ -88,11 +62,6 @@ def consolidate(
     if volume is not None:
         results["stress"] = voigt(_ordered_sum(heads["virial"])) / volume
     return results
-
-
-def voigt(matrix: FloatArray) -> FloatArray:
-    """Return xx, yy, zz, yz, xz, xy (6,) of the symmetric part of ``matrix`` (3, 3)."""
-    return np.asarray((0.5 * (matrix + matrix.T))[VOIGT])
 
 
 def _names(potential: Potential, kind: OutputKind) -> list[str]:

@@ -26,6 +26,33 @@ MIN_LENGTH = 1.0e-8
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What a potential reads besides its atoms; the same on every rank.
+
+    Attributes
+    ----------
+    cell : (3, 3) float64, Å
+    pbc : (3,) bool
+    lattice : Lattice
+        Of the two.
+    info : mapping of str to float
+        The declared keys of ``atoms.info``.
+    """
+
+    cell: FloatArray
+    pbc: BoolArray
+    lattice: Lattice
+    info: Mapping[str, float]
+
+    @property
+    def volume(self) -> float | None:
+        """Cell volume in Å³ where a stress is defined: three vectors and a periodic axis."""
+        if np.linalg.matrix_rank(self.cell) < 3 or not self.pbc.any():
+            return None
+        return float(abs(np.linalg.det(self.cell)))
+
+
+@dataclass(frozen=True)
 class System:
     """Everything of an ``Atoms`` object that a potential may read.
 
@@ -80,11 +107,14 @@ class System:
         return Lattice.from_cell(self.cell, self.pbc)
 
     @property
+    def surroundings(self) -> Surroundings:
+        """What the potential reads besides the atoms."""
+        return Surroundings(self.cell, self.pbc, self.lattice, self.info)
+
+    @property
     def volume(self) -> float | None:
         """Cell volume in Å³ where a stress is defined: three vectors and a periodic axis."""
-        if np.linalg.matrix_rank(self.cell) < 3 or not self.pbc.any():
-            return None
-        return float(abs(np.linalg.det(self.cell)))
+        return self.surroundings.volume
 
     def same_as(self, other: System) -> bool:
         """Tell whether the two are equal in every bit."""

@@ -15,8 +15,9 @@ from ase.neighborlist import primitive_neighbor_list
 from scipy.spatial import cKDTree
 from torch import Tensor
 
+from nvdd_md.comm import SerialCommunicator
 from nvdd_md.domain.lattice import Lattice
-from nvdd_md.domain.neighbors import Edges, candidates, find_edges
+from nvdd_md.domain.neighbors import Box, Edges, find_edges
 from nvdd_md.domain.partition import bisect
 from nvdd_md.helpers import Scope, refresh_neighbors, system_sum
 from nvdd_md.potential import LocalGraph, OutputKind, Potential
@@ -217,13 +218,25 @@ def sorted_rows(rows: np.ndarray) -> np.ndarray:
 def all_edges(positions: np.ndarray, lattice: Lattice, cutoff: float) -> Edges:
     """Return the edges of all centres, as one rank finds them."""
     ids = np.arange(len(positions))
-    return find_edges(positions, ids, ids[:0], lattice, cutoff)
+    return find_edges(positions, ids, len(ids), lattice, cutoff)
+
+
+def candidates(case: Case, owned: np.ndarray, others: np.ndarray, reach: float) -> np.ndarray:
+    """Return the atoms among `others` that may be within `reach` of an owned one."""
+    box = Box.around(case.positions[owned], case.lattice)
+    return others[box.near(case.positions[others], case.lattice, reach)]
+
+
+def edges_of(case: Case, owned: np.ndarray, nearby: np.ndarray) -> Edges:
+    """Return the edges of the owned centres."""
+    ids = np.concatenate((owned, nearby))
+    return find_edges(case.positions[ids], ids, len(owned), case.lattice, case.cutoff)
 
 
 def owners_of(case: Case, n_ranks: int, weights: np.ndarray | None = None) -> np.ndarray:
     if weights is None:
         weights = np.ones(len(case.positions))
-    bricks = bisect(case.positions, case.ids, weights, case.lattice, n_ranks)
+    bricks = bisect(case.positions, case.ids, weights, case.lattice, SerialCommunicator(), n_ranks)
     return bricks.owners(case.positions, case.ids, case.lattice)
 
 
@@ -232,8 +245,8 @@ def edges_by_rank(case: Case, owners: np.ndarray, n_ranks: int) -> list[Edges]:
     found = []
     for rank in range(n_ranks):
         owned, others = case.ids[owners == rank], case.ids[owners != rank]
-        nearby = candidates(case.positions, owned, others, case.lattice, case.cutoff)
-        found.append(find_edges(case.positions, owned, nearby, case.lattice, case.cutoff))
+        nearby = candidates(case, owned, others, case.cutoff)
+        found.append(edges_of(case, owned, nearby))
     return found
 
 

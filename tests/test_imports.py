@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom to the top. A module may import from its own layer and from those below.
 LAYERS = (
-    {"comm"},
+    {"comm", "version"},
     {"output", "phase_times"},
     {"domain"},
     {"system", "context", "policies", "helpers", "adapters", "potential", "shard"},
     {"agreement", "departure", "watchdog"},
-    {"compile", "engine", "results"},
+    {"compile", "construction", "engine", "evaluation", "report", "results"},
     {"calculators", "integrators"},
     {"jobs"},
     {"cli", "__main__"},

@@ -15,8 +15,10 @@ from domain_cases import (
     Case,
     all_edges,
     ase_edges,
+    candidates,
     crystal,
     edges_by_rank,
+    edges_of,
     owners_of,
     random_cell,
     random_positions,
@@ -28,7 +30,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvdd_md.domain import neighbors
-from nvdd_md.domain.neighbors import candidates, find_edges
 
 RANKS = (1, 2, 3, 5)
 
@@ -109,10 +110,10 @@ def test_order_does_not_depend_on_the_order_of_candidates(name):
     rng = np.random.default_rng(0)
     owners = owners_of(case, 2)
     owned, others = case.ids[owners == 0], case.ids[owners != 0]
-    first = find_edges(case.positions, owned, others, case.lattice, case.cutoff)
+    first = edges_of(case, owned, others)
     for _ in range(5):
         shuffled = rng.permutation(others)
-        again = find_edges(case.positions, owned, shuffled, case.lattice, case.cutoff)
+        again = edges_of(case, owned, shuffled)
         np.testing.assert_array_equal(rows_of(again), rows_of(first))
 
 
@@ -183,7 +184,7 @@ def test_candidates_are_all_atoms_that_may_be_near(seed, pbc, n, n_ranks, spread
     for owners in (owners_of(case, n_ranks), rng.integers(0, n_ranks, n)):
         for rank in range(n_ranks):
             owned, others = case.ids[owners == rank], case.ids[owners != rank]
-            found = candidates(case.positions, owned, others, case.lattice, case.cutoff)
+            found = candidates(case, owned, others, case.cutoff)
             used = np.unique(reference[owners[reference[:, 0]] == rank, 1])
             needed = used[owners[used] != rank]
             assert set(needed) <= set(found) <= set(others)
@@ -196,7 +197,7 @@ def test_candidates_are_few_on_large_systems(name):
     owners = owners_of(case, 7)
     for rank in range(7):
         owned, others = case.ids[owners == rank], case.ids[owners != rank]
-        found = candidates(case.positions, owned, others, case.lattice, 3.0)
+        found = candidates(case, owned, others, 3.0)
         assert 0 < len(found) < 0.8 * len(others)
 
 
@@ -206,16 +207,16 @@ def test_candidates_across_the_cell_face():
     fraction = (case.positions[:, 0] / length) % 1.0
     owned = case.ids[(fraction < 0.1) | (fraction > 0.9)]
     others = np.setdiff1d(case.ids, owned)
-    found = candidates(case.positions, owned, others, case.lattice, 0.1 * length)
+    found = candidates(case, owned, others, 0.1 * length)
     assert set(found) == set(case.ids[(np.abs(fraction - 0.5) >= 0.3 - 1e-3)]) - set(owned)
 
 
 def test_nobody_owned_or_nobody_else_means_no_candidates():
     case = crystal()
     nobody = case.ids[:0]
-    assert len(candidates(case.positions, nobody, case.ids, case.lattice, 5.0)) == 0
-    assert len(candidates(case.positions, case.ids, nobody, case.lattice, 5.0)) == 0
-    edges = find_edges(case.positions, nobody, case.ids, case.lattice, 5.0)
+    assert len(candidates(case, nobody, case.ids, 5.0)) == 0
+    assert len(candidates(case, case.ids, nobody, 5.0)) == 0
+    edges = edges_of(case, nobody, case.ids)
     assert len(edges) == 0
     assert edges.shift.shape == (0, 3)
 

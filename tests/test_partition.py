@@ -20,6 +20,7 @@ from domain_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvdd_md.comm import SerialCommunicator
 from nvdd_md.domain.decomposition import BALANCE_TOLERANCE
 from nvdd_md.domain.lattice import Lattice
 from nvdd_md.domain.partition import Cut, Leaf, bisect
@@ -27,6 +28,7 @@ from nvdd_md.domain.partition import Cut, Leaf, bisect
 SEEDS = st.integers(0, 2**32 - 1)
 PBC = st.sampled_from(ALL_PBC)
 RANKS = st.integers(1, 9)
+ALONE = SerialCommunicator()
 
 # A cut is off by at most half an atom, and hands at most 2/3 of its error down to one side.
 WORST_ROUNDING = 1.5
@@ -41,7 +43,7 @@ def owners_after_bisection(
 ) -> np.ndarray:
     ids = np.arange(len(positions))
     weights = np.ones(len(positions)) if weights is None else weights
-    bricks = bisect(positions, ids, weights, lattice, n_ranks, cut_axes)
+    bricks = bisect(positions, ids, weights, lattice, ALONE, n_ranks, cut_axes)
     return bricks.owners(positions, ids, lattice)
 
 
@@ -63,7 +65,7 @@ def bricks_of(seed: int, pbc: tuple[bool, bool, bool], n: int, n_ranks: int):
     lattice = lattice_of(cell, pbc)
     positions = random_positions(rng, n, cell, spread=rng.choice([0.0, 2.0, 50.0]))
     positions[: n // 3] = positions[n - n // 3 :]
-    bricks = bisect(positions, np.arange(n), np.ones(n), lattice, n_ranks)
+    bricks = bisect(positions, np.arange(n), np.ones(n), lattice, ALONE, n_ranks)
     return positions, bricks, cell, lattice, rng
 
 
@@ -114,9 +116,9 @@ def test_the_order_in_which_atoms_are_given_changes_no_owner(seed, pbc, n, n_ran
     ids = np.arange(n)
     owners = bricks.owners(positions, ids, lattice)
     order = rng.permutation(n)
-    again = bisect(positions[order], ids[order], np.ones(n), lattice, n_ranks)
+    again = bisect(positions[order], ids[order], np.ones(n), lattice, ALONE, n_ranks)
     np.testing.assert_array_equal(again.owners(positions, ids, lattice), owners)
-    same = bisect(positions, ids, np.ones(n), lattice, n_ranks)
+    same = bisect(positions, ids, np.ones(n), lattice, ALONE, n_ranks)
     assert same.root == bricks.root
     np.testing.assert_array_equal(same.origin, bricks.origin)
 
@@ -124,7 +126,7 @@ def test_the_order_in_which_atoms_are_given_changes_no_owner(seed, pbc, n, n_ran
 def test_outermost_bricks_have_no_outer_face():
     positions = np.linspace([0.0, 0.0, 0.0], [0.0, 0.0, 8.0], 9)
     lattice = lattice_of(np.zeros((3, 3)), OPEN)
-    bricks = bisect(positions, np.arange(9), np.ones(9), lattice, 3)
+    bricks = bisect(positions, np.arange(9), np.ones(9), lattice, ALONE, 3)
     far = np.array([[0.0, 0.0, -1e9], [0.0, 0.0, 1e9], [1e9, -1e9, 4.0]])
     np.testing.assert_array_equal(bricks.owners(far, np.arange(3), lattice), [0, 2, 1])
 
@@ -133,7 +135,7 @@ def test_without_atoms_every_position_still_has_an_owner():
     lattice = lattice_of(np.eye(3) * 5.0, (True, False, True))
     nothing = np.zeros((0, 3))
     for n_ranks in (1, 2, 5):
-        bricks = bisect(nothing, np.arange(0), np.ones(0), lattice, n_ranks)
+        bricks = bisect(nothing, np.arange(0), np.ones(0), lattice, ALONE, n_ranks)
         assert len(bricks.owners(nothing, np.arange(0), lattice)) == 0
         fresh = np.random.default_rng(0).normal(0.0, 20.0, (30, 3))
         owners = bricks.owners(fresh, np.arange(30), lattice)
@@ -173,7 +175,7 @@ def test_a_pile_of_atoms_is_divided_by_id():
 def test_weights_are_divided_evenly():
     rng = np.random.default_rng(0)
     positions = rng.uniform(0.0, 9.0, (400, 3))
-    weights = rng.uniform(1.0, 100.0, 400) * np.where(positions[:, 0] < 2.0, 10.0, 1.0)
+    weights = rng.integers(1, 100, 400) * np.where(positions[:, 0] < 2.0, 10.0, 1.0)
     lattice = lattice_of(np.eye(3) * 9.0, PERIODIC)
     for n_ranks in range(2, 8):
         owners = owners_after_bisection(positions, lattice, n_ranks, weights=weights)
@@ -184,7 +186,8 @@ def test_weights_are_divided_evenly():
 def test_the_widest_axis_is_cut():
     rng = np.random.default_rng(0)
     positions = rng.uniform(0.0, 1.0, (90, 3)) * [2.0, 30.0, 4.0]
-    bricks = bisect(positions, np.arange(90), np.ones(90), lattice_of(np.zeros((3, 3)), OPEN), 4)
+    lattice = lattice_of(np.zeros((3, 3)), OPEN)
+    bricks = bisect(positions, np.arange(90), np.ones(90), lattice, ALONE, 4)
     assert [cut.axis for cut in cuts_of(bricks.root)] == [1, 1, 1]
 
 
@@ -194,7 +197,7 @@ def test_only_the_axes_that_may_be_cut_are(cut_axes, pbc):
     rng = np.random.default_rng(5)
     positions = rng.uniform(0.0, 9.0, (120, 3))
     lattice = lattice_of(np.eye(3) * 10.0, pbc)
-    bricks = bisect(positions, np.arange(120), np.ones(120), lattice, 7, cut_axes)
+    bricks = bisect(positions, np.arange(120), np.ones(120), lattice, ALONE, 7, cut_axes)
     cuts = list(cuts_of(bricks.root))
     assert len(cuts) == 6
     assert {cut.axis for cut in cuts} <= set(cut_axes)
@@ -208,7 +211,7 @@ def test_only_the_axes_that_may_be_cut_are(cut_axes, pbc):
 def test_a_coordinate_that_wraps_to_one_counts_as_zero():
     lattice = lattice_of(np.eye(3) * 8.0, PERIODIC)
     positions = np.linspace([0.0, 0.0, 0.0], [0.0, 0.0, 7.0], 8)
-    bricks = bisect(positions, np.arange(8), np.ones(8), lattice, 4)
+    bricks = bisect(positions, np.arange(8), np.ones(8), lattice, ALONE, 4)
     for z in (-1e-17, -1e-13, 0.0, 1e-13, 8.0, 8.0 - 1e-13, 16.0 + 1e-13, -80.0 - 1e-13):
         owner = bricks.owners(np.array([[0.0, 0.0, z]]), np.array([0]), lattice)
         assert owner.tolist() == [0], z

@@ -24,7 +24,7 @@ def decomposition_of(positions: np.ndarray, lattice: Lattice, skin: float = SKIN
         SerialCommunicator(),
         cutoff=CUTOFF,
         skin=skin,
-        weights=None,
+        previous=None,
         cut_axes=(0, 1, 2),
         device=torch.device("cpu"),
         times=PhaseTimes(Traffic()),
@@ -40,7 +40,7 @@ def listed(decomposition: Decomposition) -> set[tuple[int, ...]]:
 
 def missing(decomposition: Decomposition, positions: np.ndarray, lattice: Lattice) -> int:
     """Return how many pairs below the cutoff the list does not have."""
-    now = all_edges(positions, lattice, decomposition.cutoff)
+    now = all_edges(positions, lattice, decomposition.list_range.cutoff)
     return len(set(map(tuple, rows_of(now).tolist())) - listed(decomposition))
 
 

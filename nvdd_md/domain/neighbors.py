@@ -29,57 +29,72 @@ class Edges:
 
     Attributes
     ----------
-    centre, neighbour : (n_edges,) int64
-        Global atom ids.
+    ids : (n_points,) int64
+        Global atom ids of the points that the rows below count: the owned ones, then others.
+    centre_row, neighbour_row : (n_edges,) int64
     shift : (n_edges, 3) int64
         Lattice translations of the neighbour; the edge vector is ``(r_j - r_i) + S·cell``.
     """
 
-    centre: IntArray
-    neighbour: IntArray
+    ids: IntArray
+    centre_row: IntArray
+    neighbour_row: IntArray
     shift: IntArray
 
     def __len__(self) -> int:
-        return len(self.centre)
+        return len(self.centre_row)
+
+    @property
+    def centre(self) -> IntArray:
+        """Global atom ids of the centres, (n_edges,)."""
+        return self.ids[self.centre_row]
+
+    @property
+    def neighbour(self) -> IntArray:
+        """Global atom ids of the neighbours, (n_edges,)."""
+        return self.ids[self.neighbour_row]
 
 
-def candidates(
-    positions: FloatArray,
-    owned: IntArray,
-    others: IntArray,
-    lattice: Lattice,
-    reach: float,
-) -> IntArray:
-    """Return the atoms among ``others`` that may be within ``reach`` of an owned atom.
+@dataclass(frozen=True)
+class Box:
+    """The smallest box along the cell axes around some atoms, on a ring where periodic.
 
-    Parameters
+    Attributes
     ----------
-    positions : (n, 3) float64, Å
-        Positions by atom id.
-    owned, others : (n_owned,), (n_others,) int64
-        Atom ids.
-    lattice : Lattice
-    reach : float, Å
-
-    Returns
-    -------
-    (n_candidates,) int64
-        The ids inside the box around the owned atoms widened by ``reach / cell height`` per axis.
+    start, width : (3,) float64
+        In fractional coordinates. A box around nothing has a negative width.
     """
-    if not len(owned) or not len(others):
-        return others[:0]
-    mine = lattice.wrapped(positions[owned])
-    theirs = lattice.wrapped(positions[others])
-    margin = reach / lattice.heights * (1.0 + 1.0e-9) + 1.0e-9
-    inside = np.ones(len(others), dtype=bool)
-    for axis in range(3):
-        start, width = _smallest_interval(mine[:, axis], bool(lattice.pbc[axis]))
-        centre, half = start + 0.5 * width, 0.5 * width + margin[axis]
-        distance = theirs[:, axis] - centre
-        if lattice.pbc[axis]:
-            distance -= np.rint(distance)
-        inside &= np.abs(distance) <= half
-    return others[inside]
+
+    start: FloatArray
+    width: FloatArray
+
+    @classmethod
+    def around(cls, positions: FloatArray, lattice: Lattice) -> Box:
+        """Return the box around ``positions`` (n, 3) in Å."""
+        if not len(positions):
+            return cls(np.zeros(3), np.full(3, -1.0))
+        wrapped = lattice.wrapped(positions)
+        pairs = [_smallest_interval(wrapped[:, k], bool(lattice.pbc[k])) for k in range(3)]
+        return cls(np.array([start for start, _ in pairs]), np.array([width for _, width in pairs]))
+
+    def near(self, positions: FloatArray, lattice: Lattice, reach: float) -> BoolArray:
+        """Tell which of ``positions`` (n, 3) may be within ``reach`` of an atom in the box.
+
+        These are the ones in the box widened by ``reach / cell height`` along each axis; none, if
+        the box is around nothing.
+        """
+        if (self.width < 0.0).any():
+            return np.zeros(len(positions), dtype=bool)
+        wrapped = lattice.wrapped(positions)
+        margin = reach / lattice.heights * (1.0 + 1.0e-9) + 1.0e-9
+        inside = np.ones(len(positions), dtype=bool)
+        for axis in range(3):
+            half = 0.5 * self.width[axis]
+            distance = wrapped[:, axis] - (self.start[axis] + half)
+            if lattice.pbc[axis]:
+                distance -= np.rint(distance)
+            inside &= np.abs(distance) <= half + margin[axis]
+        return inside
 
 
 def _smallest_interval(values: FloatArray, periodic: bool) -> tuple[float, float]:
@@ -96,18 +111,17 @@ def _smallest_interval(values: FloatArray, periodic: bool) -> tuple[float, float
 
 
 def find_edges(
-    positions: FloatArray, owned: IntArray, nearby: IntArray, lattice: Lattice, cutoff: float
+    positions: FloatArray, ids: IntArray, n_owned: int, lattice: Lattice, cutoff: float
 ) -> Edges:
     """Find all edges with an owned centre and a length below ``cutoff``.
 
     Parameters
     ----------
     positions : (n, 3) float64, Å
-        Positions by atom id.
-    owned : (n_owned,) int64
-        Ids of the centres, ascending.
-    nearby : (n_nearby,) int64
-        Ids of the candidates of other ranks.
+        Of the owned atoms first, then of those of other ranks that may be near.
+    ids : (n,) int64
+        Their global ids; those of the owned atoms ascending.
+    n_owned : int
     lattice : Lattice
     cutoff : float, Å
 
@@ -115,29 +129,31 @@ def find_edges(
     -------
     Edges
     """
-    if not len(owned):
+    if not n_owned:
         nothing = np.zeros(0, dtype=np.int64)
-        return Edges(nothing, nothing, np.zeros((0, 3), dtype=np.int64))
-    ids = np.concatenate((owned, nearby))
-    first, second, shift = _pairs(positions[ids], lattice, cutoff)
-    mine = first < len(owned)
-    centre = ids[first[mine].astype(np.int64)]
-    neighbour = ids[second[mine].astype(np.int64)]
+        return Edges(ids, nothing, nothing, np.zeros((0, 3), dtype=np.int64))
+    first, second, shift = _pairs(positions, lattice, cutoff)
+    mine = first < n_owned
+    centre, neighbour = first[mine].astype(np.int64), second[mine].astype(np.int64)
     shift = shift[mine].astype(np.int64)
-    order = np.lexsort((*_shift_keys(shift), neighbour, centre))
-    return Edges(centre[order], neighbour[order], shift[order])
+    order = _canonical_order(centre, ids[neighbour], shift)
+    return Edges(ids, centre[order], neighbour[order], shift[order])
 
 
-def _shift_keys(shift: IntArray) -> tuple[IntArray, ...]:
-    """Return sort keys, last one first, of the lexicographic order of shifts: one if it fits."""
-    if not len(shift):
-        return ()
-    low = shift.min(axis=0)
-    span = shift.max(axis=0) - low + 1
-    if math.prod(span.tolist()) > np.iinfo(np.int64).max:
-        return shift[:, 2], shift[:, 1], shift[:, 0]
-    digits = shift - low
-    return ((digits[:, 0] * span[1] + digits[:, 1]) * span[2] + digits[:, 2],)
+def _canonical_order(centre: IntArray, neighbour: IntArray, shift: IntArray) -> IntArray:
+    """Return the lexicographic order of (centre, neighbour, shift): by one key where it fits."""
+    keys = (centre, neighbour, shift[:, 0], shift[:, 1], shift[:, 2])
+    if not len(centre):
+        return centre
+    low = [int(key.min()) for key in keys]
+    span = [int(key.max()) - least + 1 for key, least in zip(keys, low, strict=True)]
+    if math.prod(span) > np.iinfo(np.int64).max:
+        return np.lexsort(keys[::-1])
+    packed = np.zeros(len(centre), dtype=np.int64)
+    for key, least, width in zip(keys, low, span, strict=True):
+        packed *= width
+        packed += key - least
+    return np.argsort(packed)
 
 
 # -- The pairs, by vesin

@@ -11,7 +11,7 @@ from ase.build import bulk
 
 from nvdd_md.agreement import DisagreementError
 from nvdd_md.calculators import DistributedCalculator, TwoHop
-from nvdd_md.calculators.report import RankReport, Report
+from nvdd_md.report import RankReport, Report
 from nvdd_md.comm import Traffic
 from nvdd_md.phase_times import PHASES
 
@@ -134,7 +134,7 @@ def report_of(*ranks: RankReport) -> Report:
 @pytest.mark.parametrize(
     ("report", "advice"),
     [
-        (report_of(RANK, RANK), "More ranks will help: the model takes 98% of a step."),
+        (report_of(RANK, RANK), "More ranks will help: the model takes 97% of a step."),
         (report_of(RANK, replace(RANK, owned=0)), "1 of 2 ranks own no atom already"),
         (report_of(*2 * [replace(RANK, edges=200_000)]), "an atom has 400 neighbours"),
         (report_of(replace(RANK, edges=27000), RANK), "rank 0 has 1.50 times"),

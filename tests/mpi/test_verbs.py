@@ -210,9 +210,9 @@ class Watched(Net):
 def test_a_rank_computes_its_own_rows_and_edges_only(comm, kind, monkeypatch):
     asked_for = []
 
-    def find_edges(positions, owned, nearby, *rest):
-        asked_for.append((owned, nearby))
-        return original(positions, owned, nearby, *rest)
+    def find_edges(positions, ids, n_owned, *rest):
+        asked_for.append((ids[:n_owned], ids[n_owned:]))
+        return original(positions, ids, n_owned, *rest)
 
     original = decomposition_module.find_edges
     monkeypatch.setattr(decomposition_module, "find_edges", find_edges)
@@ -427,7 +427,7 @@ def test_a_new_strategy_is_a_new_policy_and_nothing_else(comm, kind):
     engine = ForceEngine(potential, comm, skin=0.0)
     halo = engine.evaluate(system)
     current = engine.decomposition
-    vectors = engine._edge_gradients.vectors
+    vectors = engine._evaluator._edges.vectors
     own, ids = current.routing.n_own_rows, current.local_ids
     dummy = np.zeros(own - len(current.owned), dtype=np.int64)
     graph = LocalGraph(
@@ -453,7 +453,7 @@ def test_a_new_strategy_is_a_new_policy_and_nothing_else(comm, kind):
     )
     energy, gradient = energy_and_edge_gradient(potential, graph, context, comm)
     assert abs(energy - halo["energy"]) <= 1e-12 * energy_scale(potential, atoms)
-    expected = engine._edge_gradients.gradients
+    expected = engine._evaluator._edges.gradients
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-11)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from nvdd_md.comm import Traffic
 from nvdd_md.engine import ForceEngine
-from nvdd_md.phase_times import MODEL, PHASES
+from nvdd_md.phase_times import MODEL, OF_SIMULATIONS, PHASES
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ class Report:
         ]
         for phase in PHASES:
             seconds = [rank.seconds[phase] for rank in self.ranks]
+            if phase in OF_SIMULATIONS and not any(seconds):
+                continue
             slowest = int(np.argmax(seconds))
             lines.append(
                 f"{phase:<12}{np.mean(seconds) / n:>10.5f}{seconds[slowest] / n:>10.5f}"

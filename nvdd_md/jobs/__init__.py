@@ -1,0 +1,1 @@
+"""Restartable trajectory jobs: one input file, one folder of output."""
