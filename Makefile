@@ -39,7 +39,7 @@ COMMA := ,
 .PHONY: help install demo test test-serial test-mpi test-mace lint types format bench clean
 
 help:
-	@echo "make demo     run examples/demo.py on 2 MPI ranks"
+	@echo "make demo     run examples/demo.py and examples/job.toml on 2 MPI ranks"
 	@echo "make test     all checks: lint, types, serial tests, tests on 4 MPI ranks, MACE"
 	@echo "make lint     ruff: rules and format"
 	@echo "make types    mypy, strict"
@@ -79,6 +79,9 @@ $(MACE_INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 demo: $(INSTALLED)
 	$(MPIEXEC) $(MPIEXEC_FLAGS) -n 2 $(BIN)/python examples/demo.py
+	$(MPIEXEC) $(MPIEXEC_FLAGS) -n 2 $(BIN)/nvdd-md run --overwrite examples/job.toml
+	$(BIN)/nvdd-md info examples/quartz-run
+	$(BIN)/nvdd-md plot examples/quartz-run
 
 # All five run even if an earlier one fails; the exit status is non-zero if any failed.
 test: $(INSTALLED)

@@ -82,13 +82,14 @@ def run(
     copies: int = 1,
     threads: int = 1,
     python: str | Path = sys.executable,
+    module: str = "benchmarks.worker",
 ) -> dict:
-    """Run ``copies`` of the worker side by side, on ``ranks`` ranks each.
+    """Run ``copies`` of a worker side by side, on ``ranks`` ranks each.
 
     They begin their timed steps together. Returns the record of the slowest copy: its time is
     when the work of all is done.
     """
-    command = [str(python), "-m", "benchmarks.worker", *arguments, "--threads", str(threads)]
+    command = [str(python), "-m", module, *arguments, "--threads", str(threads)]
     if ranks > 1:
         command = [*mpiexec(python), "-n", str(ranks), *command]
     processes: list[Process] = []

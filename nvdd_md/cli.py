@@ -36,8 +36,9 @@ Action = Callable[[], int]
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 wrong job file or command line; 3 refused, because "
-    "existing output is in the way or does not belong to this job; 75 stopped on request before "
-    "the end: the same command goes on from there."
+    "existing output is in the way or does not belong to this job; 75 stopped before the end by a "
+    "signal or the limit on wall time, 76 by a file STOP or Ctrl-C: the same command goes on from "
+    "there."
 )
 
 app = typer.Typer(
@@ -224,7 +225,8 @@ def _reasons_to_refuse(job: Job) -> list[str]:
     """Return why a run that has begun could not go on with this job."""
     try:
         run = RunFolder(job.folder)
-        return changes(resolve(run.read_job()), resolve(job), run.read_status().get("step", 0))
+        step = run.read_status().get("checkpoint")
+        return [] if step is None else changes(resolve(run.read_job()), resolve(job), step)
     except RunFolderError:
         return []
 

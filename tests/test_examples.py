@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -283,6 +284,44 @@ def undivided(potential, atoms: Atoms) -> tuple[float, np.ndarray]:
 
 
 # -- MACE
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dynamics_on_ranks(ranks, tmp_path):
+    printed = run("08_dynamics_on_ranks.py", ranks, tmp_path)
+    assert abs(printed["drift of the energy"]) < 1e-5
+    assert printed["atoms on rank 0"] == 256 / ranks
+    final = read(tmp_path / "argon.traj")
+    energy, forces = final.get_potential_energy(), final.get_forces()
+    final.calc = argon()  # ASE's
+    assert abs(final.get_potential_energy() - energy) < 1e-9
+    np.testing.assert_allclose(final.get_forces(), forces, rtol=0, atol=1e-11)
+    assert abs(final.get_total_energy() - printed["total energy"]) < 1e-8
+    assert abs(np.abs(forces).max() - printed["largest force"]) < 1e-8
+
+
+@needs_sevenn
+def test_job(sevennet, tmp_path):
+    for file in ("job.toml", "quartz.xyz"):
+        shutil.copy(FOLDER / file, tmp_path)
+    command = [sys.executable, "-m", "nvdd_md", "run", "job.toml"]
+    done = subprocess.run(
+        [str(MPIEXEC), "-n", "2", *command],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    frames = read(tmp_path / "quartz-run" / "md.traj", ":")
+    assert [frame.info["step"] for frame in frames] == [0, 10, 20, 30, 40, 50, 60]
+    assert not np.array_equal(frames[0].positions, frames[-1].positions)
+    last = frames[-1]
+    forces = last.get_forces()
+    last.calc = sevennet
+    np.testing.assert_allclose(last.get_forces(), forces, rtol=0, atol=2e-4)
 
 
 @needs_mace

@@ -230,7 +230,8 @@ def write_durably(path: Path, content: memoryview | bytes) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        # One may be left of a process that was killed.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             rest = memoryview(content)
             while rest:

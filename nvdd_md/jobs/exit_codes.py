@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BAD_INPUT", "FAILED", "FINISHED", "REFUSED", "STOPPED"]
+__all__ = ["BAD_INPUT", "FAILED", "FINISHED", "REFUSED", "STOPPED", "STOPPED_BY_USER"]
 
 FINISHED = 0
 """The job has reached its last step, now or earlier; for other commands, success."""
@@ -17,8 +17,11 @@ REFUSED = 3
 """Existing output is in the way, or does not belong to this job; nothing was touched."""
 
 STOPPED = 75
-"""Stopped on request before the end, with a checkpoint: the same command goes on from there.
+"""Stopped by the machine before the end, with a checkpoint: the same command goes on from there.
 
-By a signal, a file ``STOP`` or the limit on wall time. The number is ``EX_TEMPFAIL`` of sysexits.h,
-a failure that is not final; a batch script puts itself back into the queue for it.
+By SIGTERM, SIGUSR1 or the limit on wall time. The number is ``EX_TEMPFAIL`` of sysexits.h, a
+failure that is not final; a batch script puts itself back into the queue for it.
 """
+
+STOPPED_BY_USER = 76
+"""The same, asked for by a person, with a file ``STOP`` or Ctrl-C: not to be put back by itself."""

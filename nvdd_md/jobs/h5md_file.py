@@ -107,10 +107,12 @@ def skeleton(layout: Layout, first_frame: int, n_frames: int) -> tuple[Skeleton,
             if series.unit:
                 dataset.attrs["unit"] = series.unit
             offsets[series.path] = dataset.id.get_offset()
+        shared = {"step": file[STEP], "time": file[TIME]}
         for series in layout.series:
-            for name, path in (("step", STEP), ("time", TIME)):
-                if f"{series.path}/{name}" != path:
-                    file[f"{series.path}/{name}"] = file[path]
+            group = file[series.path]
+            for name, dataset in shared.items():
+                if name not in group:
+                    group[name] = dataset
     return memory, offsets
 
 
@@ -177,7 +179,7 @@ def write_h5md(
         With the path in it, if the disk is full for example.
     """
     memory, offsets = skeleton(layout, first_frame, n_frames)
-    set_size(descriptor, path, memory.size)
+    set_size(descriptor, path, memory.size)  # HDF5 does not open a file that is shorter
     for offset, data in memory.pieces:
         write_all(descriptor, data, path, offset)
     for series, start, block in pieces:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -47,19 +46,13 @@ def _state(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "step", f"{step} of {job.total_steps}"
     yield "time", f"{step * timestep / 1000:g} of {job.total_steps * timestep / 1000:g} ps"
     yield "stage", _stage(job, step)
-    newest = _newest(run.checkpoints)
-    yield "checkpoint", "none" if newest is None else f"{newest.name}, the newest"
+    saved = status.get("checkpoint")
+    yield "checkpoint", "none" if saved is None else f"of step {saved}"
 
 
 def _stage(job: Job, step: int) -> str:
     span = job.span_after(step)
     return f"{span.index + 1} of {len(job.stages)}, {span.stage.name} (to step {span.last})"
-
-
-def _newest(folder: Path) -> Path | None:
-    """Return the file of a folder that was written last."""
-    files = [path for path in folder.glob("*") if path.is_file()]
-    return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _last_values(run: RunFolder) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from ase import Atoms
@@ -56,6 +56,8 @@ class JobObserver:
     stage : Span
         The stage that is being made.
     progress : Progress or None
+    check_lock : callable
+        Raises if another job has taken the folder over.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class JobObserver:
         self.folder = folder
         self.stage: Span = job.spans[0]
         self.progress: Progress | None = None
+        self.check_lock: Callable[[], None] = lambda: None
         self._stop = stop
         self._keeping = dict(keeping)
         self._outputs = outputs_of(job, folder)
         self._store = CheckpointStore(folder.checkpoints, job.checkpoint.keep)
         self._writer: BackgroundWriter | None = None
         self._saved_step = -1
+        self._kept_step: int | None = None  # of the newest checkpoint; on rank 0
         self._asked_s: float | None = None
 
     def open(self, positions: Mapping[str, object] | None, resumes: bool) -> None:
@@ -85,12 +89,19 @@ class JobObserver:
         self._outputs.open(positions, overwrite=not resumes)
         self._writer = BackgroundWriter(self._outputs.write)
 
-    def attach_to(self, simulation: Simulation) -> None:
-        """Be called at every step of a simulation. Collective."""
+    def attach_to(self, simulation: Simulation, resumes: bool) -> None:
+        """Be called at every step of a simulation. Collective.
+
+        Parameters
+        ----------
+        simulation : Simulation
+        resumes : bool
+            Whether it goes on from a checkpoint.
+        """
         simulation.attach(self, 1)
         simulation.stop_request = self._ask
-        if simulation.step:
-            self._saved_step = simulation.step
+        if resumes:
+            self._saved_step = self._kept_step = simulation.step
             if self.comm.rank == 0:
                 self._note(simulation.step, RUNNING, "")
 
@@ -133,9 +144,11 @@ class JobObserver:
         self, step: int, state: SimulationState, writer: BackgroundWriter
     ) -> None:
         """Bring the outputs to the disk, then a checkpoint that refers to them."""
+        self.check_lock()
         writer.drain()
         kept = {"outputs": self._outputs.sync(), "stage": self.stage.index}
         self._store.write(step, state, self._keeping | kept | {"ranks": self.comm.size})
+        self._kept_step = step
         self._note(step, RUNNING, "")
 
     def keep_offending_frame(self, simulation: Simulation) -> None:
@@ -191,6 +204,7 @@ class JobObserver:
                 "total_steps": self.job.total_steps,
                 "stage": self.stage.stage.name,
                 "reason": reason,
+                "checkpoint": self._kept_step,
             },
         )
 

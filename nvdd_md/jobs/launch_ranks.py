@@ -73,7 +73,7 @@ def _translation(mpiexec: str) -> Mapping[int, int]:
     """Return which other signals to send, so that ``mpiexec`` hands them on to its ranks.
 
     That of MPICH and of Intel MPI hands on all of them. Open MPI's ends its ranks at SIGTERM and
-    SIGINT, and hands on SIGUSR1.
+    SIGINT, and hands on SIGUSR1: with it, a Ctrl-C counts as that.
     """
     answer = subprocess.run(
         [mpiexec, "--version"],

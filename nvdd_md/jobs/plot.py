@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,16 +92,21 @@ def _draw_thermo(figure: Figure, table: Mapping[str, Any], job: Job, n_atoms: in
     temperature.set_ylabel("temperature (K)")
     for name in ("potential", "kinetic", "total"):
         values = table[f"{name}_eV"]
-        energy.plot(time, values - values[0], label=f"{name} {values[0]:+.6g} eV")
+        energy.plot(time, values - values[0], label=f"{name} ({values[0]:.6g} eV)")
     energy.set_ylabel("energy − first value (eV)")
     change = table["conserved_eV"] - table["conserved_eV"][0]
     drift.plot(time, change if n_atoms is None else 1000.0 * change / n_atoms)
     drift.set_ylabel("drift (eV)" if n_atoms is None else "drift (meV/atom)")
     drift.set_xlabel("time (ps)")
-    temperature.legend()
-    energy.legend()
     for axes in figure.axes:
         _mark_stages(axes, job, time)
+    for axes in (temperature, energy):
+        _legend(axes)
+
+
+def _legend(axes: Axes, columns: int = 1) -> None:
+    """Put the legend beside the panel, where it hides nothing."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, ncols=columns)
 
 
 def _mark_stages(axes: Axes, job: Job, time: Sequence[float]) -> None:
@@ -117,18 +123,21 @@ def _draw_performance(figure: Figure, report: Mapping[str, Any]) -> None:
     ranks = report["ranks"]
     numbers = np.array([rank["rank"] for rank in ranks])
     bottom = np.zeros(len(ranks))
-    for phase in ranks[0]["seconds"]:
+    phases = list(ranks[0]["seconds"])
+    # The usual ten colours are not enough.
+    colours = import_module("matplotlib").colormaps["tab20"].colors
+    for phase, colour in zip(phases, cycle(colours), strict=False):
         seconds = np.array([rank["seconds"][phase] for rank in ranks])
         milliseconds = 1000.0 * seconds / max(report["evaluations"], 1)
-        times.bar(numbers, milliseconds, bottom=bottom, label=phase)
+        times.bar(numbers, milliseconds, bottom=bottom, label=phase, color=colour)
         bottom += milliseconds
     times.set_ylabel("time per evaluation (ms)")
-    times.legend(ncols=2)
+    _legend(times)
     owned = np.array([rank["owned"] for rank in ranks])
     atoms.bar(numbers, owned, label="owned")
     atoms.bar(numbers, [rank["ghosts"] for rank in ranks], bottom=owned, label="ghosts")
     atoms.set_ylabel("atoms")
     atoms.set_xlabel("rank")
-    atoms.legend()
+    _legend(atoms)
     for axes in figure.axes:
-        axes.set_xticks(numbers)
+        axes.set_xticks(numbers[:: 1 + len(numbers) // 17])

@@ -19,7 +19,7 @@ from nvdd_md.jobs.resume_changes import changes
 from nvdd_md.jobs.run_folder import FINISHED, STARTING, RunFolder
 from nvdd_md.jobs.structure_input import job_warnings, read_structure
 
-__all__ = ["Finished", "Plan", "Refusal", "check_model", "prepare"]
+__all__ = ["Finished", "Plan", "Refusal", "begin", "check_model", "prepare"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Plan:
 
 
 def prepare(job: Job, folder: RunFolder, overwrite: bool) -> Plan:
-    """Decide how to begin, and write the resolved job and a status.
+    """Decide how to begin; change nothing, but for a run that was killed after its last step.
 
     Raises
     ------
@@ -87,15 +87,28 @@ def prepare(job: Job, folder: RunFolder, overwrite: bool) -> Plan:
     """
     store = CheckpointStore(folder.checkpoints, job.checkpoint.keep)
     checkpoint = None if overwrite else store.latest()
-    plan = (
-        _start(job, folder, overwrite) if checkpoint is None else _resume(job, folder, checkpoint)
-    )
     if checkpoint is None:
+        return _start(job, folder, overwrite)
+    return _resume(job, folder, checkpoint)
+
+
+def begin(plan: Plan, folder: RunFolder) -> None:
+    """Write the resolved job, and give up what an earlier run has left where this one starts.
+
+    After this a run that starts can be started again, whatever happens: see :func:`_start`.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be written.
+    """
+    if not plan.resumes:
         # First of all: from here on what is in the folder is known to be worth nothing.
-        folder.write(folder.status, {"state": STARTING, "step": 0, "reason": ""})
-        store.clear()
+        folder.write(
+            folder.status, {"state": STARTING, "step": 0, "reason": "", "checkpoint": None}
+        )
+        CheckpointStore(folder.checkpoints).clear()
     folder.write(folder.resolved, resolve(plan.job))
-    return plan
 
 
 def check_model(plan: Plan, model: Mapping[str, str]) -> None:
@@ -127,7 +140,9 @@ def _start(job: Job, folder: RunFolder, overwrite: bool) -> Plan:
     for text in job_warnings(job, atoms):
         _log.warning("%s", text)
     found = outputs_of(job, folder).existing()
-    if found and not overwrite and folder.read_status().get("state") != STARTING:
+    # A run that ended before its first checkpoint has written nothing that is worth anything.
+    began = folder.read_status().get("checkpoint", "unknown") is not None
+    if found and began and not overwrite:
         names = ", ".join(str(path) for path in found)
         raise Refusal(
             f"there is output, but no checkpoint to go on from: {names}. Use another output "
@@ -143,8 +158,8 @@ def _resume(job: Job, folder: RunFolder, checkpoint: Checkpoint) -> Plan:
     if not isinstance(resolved, dict) or not isinstance(positions, dict):
         raise Refusal(f"{checkpoint.path} does not say which job it belongs to")
     reasons = changes(resolved, resolve(job), checkpoint.step)
-    structure = _structure_digest(job)
-    if structure not in (None, kept["structure"]):
+    atoms = _structure(job)
+    if atoms is not None and _digest(atoms) != kept["structure"]:
         reasons.append(f"the structure in {job.structure_file} is another one")
     if reasons:
         listing = "\n  ".join(reasons)
@@ -158,16 +173,24 @@ def _resume(job: Job, folder: RunFolder, checkpoint: Checkpoint) -> Plan:
             f"the job has finished: all {job.total_steps} steps have been made, the results are in "
             f"{folder.path}"
         )
-    outputs_of(job, folder).check(positions)
+    outputs = outputs_of(job, folder)
+    outputs.check(positions)
     model = kept["model"]
-    return Plan(
+    plan = Plan(
         job=job,
         structure=str(kept["structure"]),
+        model={str(k): str(v) for k, v in model.items()} if isinstance(model, dict) else {},
+    )
+    new = [path for path in outputs.existing() if path.name.removesuffix(".parts") not in positions]
+    if checkpoint.step == 0 and atoms is not None and not new:
+        # No step was made: the stages, whose first one the state belongs to, may have changed.
+        return replace(plan, atoms=atoms)
+    return replace(
+        plan,
         state=checkpoint.state,
         resumes=True,
         stage=int(str(kept["stage"])),
         positions=positions,
-        model={str(k): str(v) for k, v in model.items()} if isinstance(model, dict) else {},
     )
 
 
@@ -181,13 +204,17 @@ def _complete(job: Job, folder: RunFolder, positions: Mapping[str, object]) -> N
     outputs.sync()
     outputs.finish()
     outputs.close()
-    folder.write(folder.status, status | {"state": FINISHED, "step": job.total_steps, "reason": ""})
+    step = job.total_steps
+    folder.write(
+        folder.status,
+        status | {"state": FINISHED, "step": step, "reason": "", "checkpoint": step},
+    )
 
 
-def _structure_digest(job: Job) -> str | None:
-    """Return the hash of the structure, None where its file is not there any more."""
+def _structure(job: Job) -> Atoms | None:
+    """Return the structure, None where its file is not there any more."""
     try:
-        return _digest(read_structure(job))
+        return read_structure(job)
     except JobInputError as error:
         if job.structure_file.exists():
             raise

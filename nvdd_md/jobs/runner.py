@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -23,12 +23,12 @@ from nvdd_md.jobs.job import Job, Span
 from nvdd_md.jobs.job_observer import JobObserver, report_values
 from nvdd_md.jobs.launch_ranks import TERMINAL
 from nvdd_md.jobs.outputs import OutputError
-from nvdd_md.jobs.preparation import Finished, Plan, Refusal, check_model, prepare
+from nvdd_md.jobs.preparation import Finished, Plan, Refusal, begin, check_model, prepare
 from nvdd_md.jobs.progress import Progress
 from nvdd_md.jobs.run_folder import FINISHED, STOPPED, RunFolder, RunFolderError
 from nvdd_md.jobs.run_lock import RunLock, RunLockError
 from nvdd_md.jobs.stage_integrator import integrator_of
-from nvdd_md.jobs.stopping import StopRequest, reason_of
+from nvdd_md.jobs.stopping import COME_BACK, StopRequest, reason_of
 from nvdd_md.potential import Potential
 
 __all__ = ["run_job"]
@@ -87,6 +87,8 @@ class JobRun:
     stop : StopRequest
     stack : ExitStack
         What has to be released at the end: the lock, the outputs, the progress line.
+    lock : RunLock or None
+        On rank 0.
     """
 
     job: Job
@@ -94,6 +96,7 @@ class JobRun:
     folder: RunFolder
     stop: StopRequest
     stack: ExitStack
+    lock: RunLock | None = None
 
     def carry_out(self, overwrite: bool) -> int:
         """Do all there is to do."""
@@ -107,7 +110,9 @@ class JobRun:
         simulation = self._on_all(lambda: self._simulation(plan, potential))
         observer = JobObserver(job, self.comm, self.folder, self.stop, plan.keeping(model))
         self.stack.callback(observer.close)
-        self._on_rank_0(lambda: observer.open(plan.positions, plan.resumes))
+        if self.lock is not None:
+            observer.check_lock = self.lock.check
+        self._on_rank_0(lambda: self._begin(plan, observer))
         observer.progress = self.stack.enter_context(
             Progress(
                 job.total_steps,
@@ -120,9 +125,14 @@ class JobRun:
     def _prepare(self, overwrite: bool, mine: list[Plan]) -> Plan:
         """Lock the folder and look at what there is. On rank 0 only."""
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        self.stack.enter_context(RunLock(self.folder.path))
+        self.lock = self.stack.enter_context(RunLock(self.folder.path))
         mine.append(prepare(self.job, self.folder, overwrite))
         return mine[0].without_atoms()
+
+    def _begin(self, plan: Plan, observer: JobObserver) -> None:
+        """Change the folder, now that all is known to be well. On rank 0 only."""
+        begin(plan, self.folder)
+        observer.open(plan.positions, plan.resumes)
 
     def _load_potential(self, job: Job) -> Potential:
         options = dict(job.potential.options)
@@ -161,7 +171,7 @@ class JobRun:
         job = plan.job
         started_s, first_step = time.perf_counter(), simulation.step
         try:
-            observer.attach_to(simulation)
+            observer.attach_to(simulation, plan.resumes)
             for span in job.spans[plan.stage :]:
                 self._make_stage(span, simulation, observer, plan)
                 if simulation.stop_reason:
@@ -174,20 +184,31 @@ class JobRun:
             return self._failed(simulation, observer, error)
         report = simulation.report()
         elapsed_s = time.perf_counter() - started_s
+        values = report_values(report, simulation.step - first_step, elapsed_s, job)
         done = simulation.step >= job.total_steps
-        self._on_rank_0(
-            lambda: observer.end(
-                simulation.step,
-                FINISHED if done else STOPPED,
-                "" if done else str(reason_of(simulation.stop_reason)),
-                report_values(report, simulation.step - first_step, elapsed_s, job),
-            )
-        )
+        self._on_rank_0(lambda: self._end(simulation, observer, done, values))
         if self.comm.rank == 0:
             print(report, flush=True)
         if done:
             return exit_codes.FINISHED
-        return exit_codes.STOPPED
+        by_machine = simulation.stop_reason in COME_BACK
+        return exit_codes.STOPPED if by_machine else exit_codes.STOPPED_BY_USER
+
+    def _end(
+        self,
+        simulation: Simulation,
+        observer: JobObserver,
+        done: bool,
+        report: Mapping[str, object],
+    ) -> None:
+        """Finish the files of a run that has come to its end, or was stopped. On rank 0 only."""
+        state = FINISHED if done else STOPPED
+        reason = "" if done else str(reason_of(simulation.stop_reason))
+        try:
+            observer.end(simulation.step, state, reason, report)
+        except (OutputError, OSError) as error:
+            observer.note_failure(simulation.step, str(error))
+            raise _Ended(exit_codes.FAILED, f"the job has failed: {error}") from error
 
     def _make_stage(
         self, span: Span, simulation: Simulation, observer: JobObserver, plan: Plan
@@ -228,6 +249,8 @@ def _answer_of(action: Callable[[], T]) -> tuple[T | None, int, str]:
     """Return the value of an action, or exit code and text of its error."""
     try:
         return action(), exit_codes.FINISHED, ""
+    except _Ended as end:
+        return None, end.code, end.text
     except Finished as finished:
         return None, exit_codes.FINISHED, str(finished)
     except JobInputError as error:

@@ -64,6 +64,10 @@ def job_warnings(job: Job, atoms: Atoms) -> list[str]:
 
 def _problems(job: Job, atoms: Atoms) -> Iterator[Problem]:
     """Yield what does not fit to the atoms."""
+    if atoms.constraints:
+        kinds = sorted({type(constraint).__name__ for constraint in atoms.constraints})
+        text = f"'file': the atoms have constraints ({', '.join(kinds)}), which a job cannot keep"
+        yield Problem(("structure", "file"), f"{text} yet; take them out of the file")
     for axis, (count, vector) in enumerate(zip(job.structure.repeat, atoms.cell, strict=True)):
         if count > 1 and not vector.any():
             text = f"'repeat', entry {axis + 1}: expected 1, as this cell vector is missing"
