@@ -20,6 +20,8 @@ from nvdd_md.integrators.particles import Field, Particles, gather_to_root, scat
 from nvdd_md.integrators.state import SimulationState
 from nvdd_md.integrators.submission import Header
 from nvdd_md.integrators.velocity_verlet import VelocityVerlet
+from nvdd_md.potential import Potential
+from nvdd_md.system import check_elements
 from nvdd_md.watchdog import Watchdog
 
 
@@ -90,19 +92,25 @@ def save(dynamics: Dynamics, observed: int) -> SimulationState | None:
     return SimulationState(scalars, {name: c.cpu().numpy() for name, c in gathered.items()})
 
 
-def receive(state: SimulationState | None, integrator: VelocityVerlet, watchdog: Watchdog) -> Saved:
+def receive(
+    state: SimulationState | None,
+    potential: Potential,
+    integrator: VelocityVerlet,
+    watchdog: Watchdog,
+) -> Saved:
     """Check rank 0's state and divide its atoms evenly. Collective.
 
     Raises
     ------
     ValueError
-        The same on all ranks: no state, or one of another integrator.
+        The same on all ranks: no state, one of another integrator, or of atoms that the potential
+        does not know.
     """
     comm = watchdog.comm
     failure: Exception | None = None
     try:
         if comm.rank == 0:
-            _check(state, integrator)
+            _check(state, potential, integrator)
     except ValueError as error:
         failure = error
     with watchdog.entry(CALLS[SIMULATE]):
@@ -115,7 +123,7 @@ def receive(state: SimulationState | None, integrator: VelocityVerlet, watchdog:
         columns: dict[str, Tensor] | None = None
         if comm.rank == 0 and state is not None:
             columns = {
-                name: torch.from_numpy(np.ascontiguousarray(array))
+                name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
                 for name, array in state.arrays.items()
             }
             columns["ids"] = torch.arange(header.n_atoms)
@@ -141,9 +149,10 @@ def apply(saved: Saved, dynamics: Dynamics) -> None:
         dynamics.motion.particles = engine.restore(dynamics.motion.particles, lattice, bricks)
 
 
-def _check(state: SimulationState | None, integrator: VelocityVerlet) -> None:
+def _check(state: SimulationState | None, potential: Potential, integrator: VelocityVerlet) -> None:
     if state is None:
         raise ValueError("rank 0 must give the state to go on from, got None")
+    check_elements(state.arrays["numbers"], potential)
     timestep, thermostat = state.scalars["timestep_fs"], state.scalars["thermostat"]
     if timestep != integrator.timestep_fs:
         raise ValueError(

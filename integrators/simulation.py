@@ -145,7 +145,7 @@ class Simulation:
         """
         self = cls.__new__(cls)
         self._join(potential, integrator, comm, skin, cut_axes, device, limits, watchdog_s)
-        saved = saved_state.receive(state, integrator, self._watchdog)
+        saved = saved_state.receive(state, potential, integrator, self._watchdog)
         self._begin(saved.header, integrator, limits)
         with self._watchdog.inside(CALLS[agreement.SIMULATE]):
             saved_state.apply(saved, self._dynamics)

@@ -149,7 +149,7 @@ class System:
         """
         _check_positions(self.positions, self.numbers)
         _check_cell(self.cell, self.pbc, list_cutoff)
-        _check_elements(self.numbers, potential)
+        check_elements(self.numbers, potential)
 
 
 def _info_value(atoms: Atoms, key: str, kind: InfoKey) -> float:
@@ -224,7 +224,14 @@ def _is_singular(unit_vectors: FloatArray) -> bool:
     return float(np.linalg.svd(unit_vectors, compute_uv=False)[-1]) < 1.0e-10
 
 
-def _check_elements(numbers: IntArray, potential: Potential) -> None:
+def check_elements(numbers: IntArray, potential: Potential) -> None:
+    """Check that a potential knows all atomic numbers (n,).
+
+    Raises
+    ------
+    ValueError
+        Naming the unknown elements and the first such atom.
+    """
     if potential.elements is None:
         known = np.isin(numbers, np.arange(1, len(chemical_symbols)))
         supported = "atomic numbers 1 and up"
