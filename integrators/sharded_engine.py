@@ -250,7 +250,12 @@ def wrapped(particles: Particles, lattice: Lattice) -> Particles:
 
 def translations(images: Tensor, lattice: Lattice) -> Tensor:
     """Return lattice translations (n, 3) in Å of integer ``images`` (n, 3)."""
-    return images.to(torch.float64) @ torch.from_numpy(lattice.vectors).to(images.device)
+    # No matrix product: its last bit may depend on which other rows there are.
+    counts, vectors = images.to(torch.float64), torch.from_numpy(lattice.vectors).to(images.device)
+    total = counts[:, :1] * vectors[0]
+    for axis in (1, 2):
+        total = total + counts[:, axis : axis + 1] * vectors[axis]
+    return total
 
 
 def _with_dummy(own: Tensor, n_rows: int) -> Tensor:

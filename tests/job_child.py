@@ -10,6 +10,7 @@ A request may have hooks, which make something happen to a rank at a certain pla
 """
 
 import atexit
+import gc
 import json
 import os
 import re
@@ -26,6 +27,8 @@ import torch
 
 from nvdd_md import cli
 from nvdd_md.integrators.sharded_engine import ShardedEngine
+from nvdd_md.jobs.input import read_job
+from nvdd_md.jobs.structure_input import read_structure
 
 CHANGES = ("write", "pwrite", "ftruncate", "fsync", "open", "replace", "unlink", "mkdir", "rmdir")
 """Functions of `os` that change the disk, or make changes last."""
@@ -36,6 +39,11 @@ def serve() -> None:
         request = json.loads(line)
         answer = start(request) if "ranks" in request else wait(**request)
         print(json.dumps(answer), flush=True)
+
+
+def warm_up(job_file: Path) -> None:
+    """Read a job file and its structure once: what that leaves in memory, all ranks share."""
+    read_structure(read_job(job_file))
 
 
 def start(request: dict) -> list[int]:
@@ -67,7 +75,15 @@ def become(rank: int, port: str, request: dict) -> None:
     for hook in request["hooks"]:
         if hook.pop("rank", rank) == rank:
             install(**hook)
-    sys.exit(cli.main(["run", *request["arguments"]]))
+    try:
+        code = cli.main(["run", *request["arguments"]])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    # As at the end of a program, but without taking apart all that was imported.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def wait(pids: list[int], limit_s: float) -> list[int | None]:
@@ -200,4 +216,6 @@ def set_forces(atom: int, step: int, value: float) -> None:
 if __name__ == "__main__":
     # What is asked for ends with the one who asks; Ctrl-C is his to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warm_up(Path(sys.argv[1]))
+    gc.freeze()
     serve()

@@ -283,13 +283,17 @@ class Server:
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NVDD_MD_WATCHDOG_S": "60"}
-        self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("job_child.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        program = Path(__file__).with_name("job_child.py")
+        with tempfile.TemporaryDirectory() as folder:
+            example = new_run(Path(folder) / "job").file
+            self.process = subprocess.Popen(
+                [sys.executable, program, example],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            self.ask({"pids": [], "limit_s": 0.0})
 
     def ask(self, request: dict) -> list:
         """Send a request and return the answer."""

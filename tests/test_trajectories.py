@@ -416,11 +416,16 @@ def test_files_that_are_no_trajectories_of_ours_are_refused(tmp_path):
         read_images(tmp_path / "run.h5")
 
 
-def test_an_h5md_file_has_its_length_before_its_numbers(tmp_path):
+def test_an_h5md_file_has_the_length_that_hdf5_gave_it(tmp_path, monkeypatch):
+    """HDF5 does not open a shorter one; it may have reserved more than there are numbers for."""
     path, frame = tmp_path / "run.h5", make_frame(0)
     layout = layout_of(frame, frame_row(frame, ["positions"], "float64", path))
+    memory, offsets = h5md_file.skeleton(layout, 0, 1000)
+    memory.truncate(memory.size + 4096)
+    monkeypatch.setattr(h5md_file, "skeleton", lambda *_: (memory, offsets))
     with path.open("w+b") as file:
         write_h5md(file.fileno(), path, layout, 0, 1000, [])
+    assert path.stat().st_size == memory.size
     assert len(read_images(path)) == 1000
 
 

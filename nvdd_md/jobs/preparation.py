@@ -12,7 +12,6 @@ from ase import Atoms
 
 from nvdd_md.integrators.state import SimulationState
 from nvdd_md.jobs.checkpoint import Checkpoint, CheckpointStore
-from nvdd_md.jobs.input_errors import JobInputError
 from nvdd_md.jobs.job import Job, resolve
 from nvdd_md.jobs.job_observer import outputs_of
 from nvdd_md.jobs.resume_changes import changes
@@ -158,8 +157,8 @@ def _resume(job: Job, folder: RunFolder, checkpoint: Checkpoint) -> Plan:
     if not isinstance(resolved, dict) or not isinstance(positions, dict):
         raise Refusal(f"{checkpoint.path} does not say which job it belongs to")
     reasons = changes(resolved, resolve(job), checkpoint.step)
-    atoms = _structure(job)
-    if atoms is not None and _digest(atoms) != kept["structure"]:
+    atoms = read_structure(job)
+    if _digest(atoms) != kept["structure"]:
         reasons.append(f"the structure in {job.structure_file} is another one")
     if reasons:
         listing = "\n  ".join(reasons)
@@ -182,7 +181,7 @@ def _resume(job: Job, folder: RunFolder, checkpoint: Checkpoint) -> Plan:
         model={str(k): str(v) for k, v in model.items()} if isinstance(model, dict) else {},
     )
     new = [path for path in outputs.existing() if path.name.removesuffix(".parts") not in positions]
-    if checkpoint.step == 0 and atoms is not None and not new:
+    if checkpoint.step == 0 and not new:
         # No step was made: the stages, whose first one the state belongs to, may have changed.
         return replace(plan, atoms=atoms)
     return replace(
@@ -209,17 +208,6 @@ def _complete(job: Job, folder: RunFolder, positions: Mapping[str, object]) -> N
         folder.status,
         status | {"state": FINISHED, "step": step, "reason": "", "checkpoint": step},
     )
-
-
-def _structure(job: Job) -> Atoms | None:
-    """Return the structure, None where its file is not there any more."""
-    try:
-        return read_structure(job)
-    except JobInputError as error:
-        if job.structure_file.exists():
-            raise
-        _log.warning("the structure cannot be compared with that of the checkpoint: %s", error)
-        return None
 
 
 def _digest(atoms: Atoms) -> str:

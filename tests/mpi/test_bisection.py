@@ -210,16 +210,25 @@ def test_one_brick_for_each_rank_if_not_said_otherwise(comm):
 # -- Traffic
 
 
-def traffic(comm: Communicator, n: int, division: str, n_ranks: int) -> Traffic:
-    """Return what this rank sends for one bisection of n random atoms."""
-    rng = np.random.default_rng(n)
-    positions = rng.uniform(0.0, 50.0, (n, 3))
-    mine = DIVISIONS[division](rng, n, comm.size) == comm.rank
+def traffic(comm: Communicator, positions: np.ndarray, division: str, n_ranks: int) -> Traffic:
+    """Return what this rank sends for one bisection."""
+    n = len(positions)
+    ids = np.flatnonzero(DIVISIONS[division](np.random.default_rng(n), n, comm.size) == comm.rank)
     lattice = lattice_of(np.eye(3) * 50.0, PERIODIC)
-    ids = np.flatnonzero(mine)
     before = comm.traffic.snapshot()
-    bisect(positions[mine], ids, np.ones(len(ids)), lattice, comm, n_ranks)
+    bisect(positions[ids], ids, np.ones(len(ids)), lattice, comm, n_ranks)
     return comm.traffic - before
+
+
+def scattered(n: int) -> np.ndarray:
+    return np.random.default_rng(n).uniform(0.0, 50.0, (n, 3))
+
+
+def in_planes(n: int) -> np.ndarray:
+    """Return atoms in three planes, along the axis that is cut first."""
+    positions = scattered(n) * [1.0, 0.5, 0.5]
+    positions[:, 0] = np.arange(n) % 3 * 20.0
+    return positions
 
 
 @pytest.mark.parametrize("comm", [2, 3, 4], indirect=True)
@@ -236,15 +245,17 @@ def test_number_of_collectives(comm, division):
         (40_000, 4, 2, 1),
         (40_000, 16, 4, 1),
     ):
-        sent = traffic(comm, n, division, n_ranks)
+        sent = traffic(comm, scattered(n), division, n_ranks)
         assert sent.collectives == 1 + n_levels * (3 + rounds), (n, n_ranks)
         assert sent.messages == 0
 
 
-@pytest.mark.parametrize("comm", [3], indirect=True)
-def test_what_is_sent_does_not_grow_with_the_number_of_atoms(comm):
-    for division in ("round robin", "all on the last"):
-        for n in (3_000, 100_000):
-            # For each of two levels: bins of two numbers, and rows of six, if a rank has them all.
-            limit = 2 * 8 * (2 * cut_search.ROUND_BINS + 6 * cut_search.GATHERED_ATOMS) + 2000
-            assert traffic(comm, n, division, 4).collective_bytes < limit
+@pytest.mark.parametrize("comm", [2, 3], indirect=True)
+@pytest.mark.parametrize("make", [scattered, in_planes])
+def test_what_is_sent_does_not_grow_with_the_number_of_atoms(comm, make):
+    for n, n_ranks, n_levels in ((15_000, 16, 4), (100_000, 4, 2)):
+        # As many rows of six numbers as may be gathered, which leaves room for the histograms.
+        limit = n_levels * 8 * 6 * cut_search.GATHERED_ATOMS
+        assert limit < 8 * 4 * n
+        for division in ("round robin", "all on the last"):
+            assert traffic(comm, make(n), division, n_ranks).collective_bytes < limit, n

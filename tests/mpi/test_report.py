@@ -11,9 +11,9 @@ from ase.build import bulk
 
 from nvdd_md.agreement import DisagreementError
 from nvdd_md.calculators import DistributedCalculator, TwoHop
-from nvdd_md.report import RankReport, Report
 from nvdd_md.comm import Traffic
 from nvdd_md.phase_times import PHASES
+from nvdd_md.report import RankReport, Report
 
 REACH, EDGE = 4.5, 36.0
 
