@@ -353,7 +353,6 @@ class Simulation:
         cadences = [attached.every for attached in self._observers]
         self._meet(agreement.RUN, (str(n_steps), self.step, cadences), failure)
         dynamics = self._dynamics
-        dynamics.failure = None
         self.stop_reason = 0
         with self._watchdog.inside(CALLS[agreement.RUN]):
             dynamics.evaluate_if_needed()

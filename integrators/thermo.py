@@ -58,7 +58,9 @@ def measure(
     virial: Tensor,
     around: Surroundings,
 ) -> Thermo | None:
-    """Add up the parts of all ranks; None if one is not finite. Collective (one gather).
+    """Add up the parts of all ranks; None if one, or a force, is not finite. Collective.
+
+    One gather.
 
     Parameters
     ----------
@@ -70,7 +72,9 @@ def measure(
     around : Surroundings
     """
     mine = torch.stack((energy, motion.local_kinetic_energy()))
-    row = torch.cat((mine, virial.reshape(-1))).cpu()[None]
+    row = torch.cat((mine, virial.reshape(-1)))
+    # Energies may be finite where forces are not: those of two atoms at one point.
+    row = torch.where(torch.isfinite(motion.forces).all(), row, torch.nan).cpu()[None]
     table = motion.comm.gather_rows(row).numpy()
     if not np.isfinite(table).all():
         return None

@@ -3,11 +3,11 @@
 import sys
 from contextlib import nullcontext
 
-from nvdd_md.jobs.early_stop import ending_at_stop_signals
+from nvdd_md.jobs.early_stop import recording_stop_signals
 
 if __name__ == "__main__":
     # Before the imports, which take most of the time until a job begins.
-    with ending_at_stop_signals() if sys.argv[1:2] == ["run"] else nullcontext():
+    with recording_stop_signals() if sys.argv[1:2] == ["run"] else nullcontext():
         from nvdd_md.cli import main
 
         sys.exit(main())

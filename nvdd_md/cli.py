@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from nvdd_md.comm import detect_launch, install_excepthook, job_rank, world_communicator
-from nvdd_md.jobs.early_stop import ending_at_stop_signals
-from nvdd_md.jobs.exit_codes import BAD_INPUT, FAILED, FINISHED, REFUSED
+from nvdd_md.jobs.early_stop import received, recording_stop_signals
+from nvdd_md.jobs.exit_codes import BAD_INPUT, FAILED, FINISHED, REFUSED, STOPPED
 from nvdd_md.jobs.export import ExportError, export
 from nvdd_md.jobs.info import info
 from nvdd_md.jobs.input import read_job, read_job_on_rank_0
@@ -177,15 +177,25 @@ def _export(
 
 def _run_on_this_rank(file: Path, overwrite: bool) -> int:
     """Run a job, on all ranks that were started. Collective."""
-    with ending_at_stop_signals():
+    with recording_stop_signals():
         comm = world_communicator()
         install_excepthook(comm)
+        stopped_by = next(filter(None, comm.gather_objects(received())), "")
+        if stopped_by:
+            return _stopped_early(stopped_by, comm.rank)
         try:
             return run_job(read_job_on_rank_0(file, comm), overwrite)
         except JobInputError as error:
             if comm.rank == 0:
                 print(error, file=sys.stderr)
             return BAD_INPUT
+
+
+def _stopped_early(stopped_by: str, rank: int) -> int:
+    """Say why there is no run."""
+    if rank == 0:
+        print(f"stopped by {stopped_by} before the job had begun", file=sys.stderr)
+    return STOPPED
 
 
 def _launch(file: Path, ranks: int, overwrite: bool) -> int:
@@ -195,6 +205,8 @@ def _launch(file: Path, ranks: int, overwrite: bool) -> int:
     except JobInputError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
+    if received():
+        return _stopped_early(received(), 0)
     options = ["--overwrite"] if overwrite else []
     return launch_ranks([sys.executable, "-m", "nvdd_md", "run", str(file), *options], ranks)
 

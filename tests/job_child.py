@@ -23,6 +23,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import ase.parallel
 import torch
 
 from nvdd_md import cli
@@ -42,8 +43,10 @@ def serve() -> None:
 
 
 def warm_up(job_file: Path) -> None:
-    """Read a job file and its structure once: what that leaves in memory, all ranks share."""
+    """Do once what all ranks would do in their first steps, as far as no thread is started."""
     read_structure(read_job(job_file))
+    import_module("torch.fx.experimental.symbolic_shapes")  # by the first torch.autograd.grad
+    ase.parallel.world.comm = None  # as if it had not been used yet
 
 
 def start(request: dict) -> list[int]:

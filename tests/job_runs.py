@@ -4,11 +4,15 @@ import atexit
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +25,8 @@ from output_frames import read_images
 
 from nvdd_md.jobs.checkpoint import CheckpointStore
 
-LIMIT_S = 300.0
+LIMIT_S = 150.0
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 STAGES = """
 [[stages]]
@@ -155,6 +160,10 @@ class Run:
     def status(self) -> dict:
         return json.loads((self.folder / "status.json").read_text())
 
+    def step(self) -> int:
+        """Return the step that the run has come to, as its status says; -1 before it begins."""
+        return self.status()["step"] if (self.folder / "status.json").exists() else -1
+
     def checkpoints(self) -> list[int]:
         """Return the steps of all checkpoints, which must be whole."""
         store = CheckpointStore(self.folder / "checkpoints")
@@ -180,6 +189,45 @@ def undisturbed(ranks: int, **changes) -> Run:
     return run
 
 
+def launch(run: Run, *launcher: object, arguments=()) -> subprocess.Popen:
+    """Start the command line itself, with a launcher in front of it."""
+    with (run.path / "words-0").open("w") as words:
+        return subprocess.Popen(
+            [*map(str, launcher), sys.executable, "-m", "nvdd_md", "run", run.file, *arguments],
+            stdout=words,
+            stderr=words,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def rank_pids(run: Run) -> dict[int, int]:
+    """Return the processes that a launcher has started for a job, by their rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
+            rank = [v for v in variables if v.startswith((b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK="))]
+            if str(run.file).encode() in words and rank:
+                found[int(rank[0].partition(b"=")[2])] = int(process.name)
+    return found
+
+
+def handles_signals(pid: int) -> bool:
+    """Return whether a process has a handler for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    """Wait for something that happens in another process."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def stop_after(steps: int, rank: int = 0, do: str = "SIGTERM") -> dict:
     """Return a hook that asks a rank to stop when this run makes a certain step (from 1 on)."""
     return {
@@ -191,7 +239,7 @@ def stop_after(steps: int, rank: int = 0, do: str = "SIGTERM") -> dict:
     }
 
 
-def call(place: str, do: str, **details: object) -> dict:
+def call(place: str, do: str = "", **details: object) -> dict:
     """Return a hook that acts at a call of a function of this package."""
     return {"what": "call", "place": f"nvdd_md.{place}", "do": do, **details}
 
@@ -202,7 +250,7 @@ def call(place: str, do: str, **details: object) -> dict:
 def frames(folder: Path, name: str) -> list[dict]:
     """Return all that is in a trajectory, each frame as a dictionary."""
     found = []
-    for atoms in read_images(folder / name):
+    for atoms in read_images(folder / name) if (folder / name).stat().st_size else ():
         results = {} if atoms.calc is None else dict(atoms.calc.results)
         about = {"cell": atoms.cell.array, "pbc": atoms.pbc, **atoms.info}
         found.append({**atoms.arrays, **results, **about})
@@ -234,7 +282,8 @@ def assert_same(run: Run, other: Run) -> None:
 
 def table(run: Run) -> np.ndarray:
     """Return the log as numbers, NaN where a cell is empty."""
-    return np.genfromtxt(run.folder / "thermo.csv", delimiter=",", skip_header=1, ndmin=2)
+    rows = (run.folder / "thermo.csv").read_text().splitlines()[1:]
+    return np.array([[float(cell or "nan") for cell in row.split(",")] for row in rows])
 
 
 def assert_near(run: Run, other: Run, tolerance_A: float = 1e-9) -> None:
@@ -263,8 +312,8 @@ def assert_complete(run: Run, last: int, cadences: dict[str, int] = CADENCES) ->
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return all files of a folder, with their times."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    """Return all files of a folder with their times; not the lock, which may be of the dead."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "run.lock"]
     return {str(p.relative_to(folder)): (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
 
 

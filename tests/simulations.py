@@ -18,6 +18,7 @@ from nvdd_md.integrators import (
     Langevin,
     NoseHooverChain,
     Simulation,
+    SimulationState,
     Thermo,
     Thermostat,
     VelocityRescaling,
@@ -149,6 +150,20 @@ def record(simulation: Simulation, n_steps: int, every: int = 1) -> Path:
     simulation.attach(look, every)
     simulation.run(n_steps)
     return Path(*(np.array(column) for column in zip(*seen, strict=True)))
+
+
+def assert_same_state(
+    comm: Communicator, got: SimulationState | None, wanted: SimulationState | None, but: str = ""
+) -> None:
+    """Compare two states bit by bit, but for one of the scalars. Collective."""
+    different: list[str] = []
+    if got is not None and wanted is not None:
+        assert got.scalars.keys() == wanted.scalars.keys()
+        assert got.arrays.keys() == wanted.arrays.keys()
+        scalars = [key for key in got.scalars if got.scalars[key] != wanted.scalars[key]]
+        arrays = [k for k in got.arrays if got.arrays[k].tobytes() != wanted.arrays[k].tobytes()]
+        different = [key for key in scalars + arrays if key != but]
+    assert not comm.broadcast_object(different)
 
 
 def owned_ids(simulation: Simulation) -> np.ndarray:

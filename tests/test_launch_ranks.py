@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -186,29 +185,3 @@ def test_the_mpiexec_beside_this_python_comes_first(tmp_path, monkeypatch):
     assert find_mpiexec() == on_path
     assert find_mpiexec() != fake_mpiexec(tmp_path, "")
     assert find_mpiexec() == str(tmp_path / "mpiexec")
-
-
-# ------------------------------------------------------------------------------------ early stop
-
-EARLY = """
-import os, signal
-from nvdd_md.jobs.early_stop import ending_at_stop_signals
-number = signal.{number}
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-with ending_at_stop_signals():
-    if {inside}:
-        os.kill(os.getpid(), number)
-os.kill(os.getpid(), number)
-"""
-
-
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_job_that_is_stopped_before_it_has_begun_is_to_be_run_again(number, inside):
-    code = EARLY.format(number=number, inside=inside)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if inside:
-        assert done.returncode == STOPPED
-        assert done.stderr == f"nvdd-md: stopped by {number} before the job had begun\n"
-    else:
-        assert done.returncode == -getattr(signal, number)

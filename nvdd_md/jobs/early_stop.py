@@ -1,33 +1,33 @@
-"""What a request to stop does while a job is still starting."""
+"""What a request to stop does while a job is still starting.
+
+Imports, the start of MPI and the first messages take seconds. A rank that ended at a signal then
+would leave the others waiting for it in the start of MPI, as not every launcher ends them. So
+signals are only recorded until the ranks can talk, and then all of them end, or the job at work
+gets to know.
+"""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from nvdd_md.jobs.exit_codes import STOPPED
+__all__ = ["hand_on", "received", "recording_stop_signals"]
 
-__all__ = ["ending_at_stop_signals"]
+_received: list[int] = []
 
 
 @contextmanager
-def ending_at_stop_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 end this process as a job that is to be run again.
-
-    Imports, the start of MPI and the first messages take seconds, in which there is nothing to save
-    yet; whoever waits for the job should get the same answer as later. A job that is at work
-    handles the signals in its own way. Ignored signals stay ignored.
-    """
+def recording_stop_signals() -> Iterator[None]:
+    """Record SIGTERM and SIGUSR1, which would end this process. Ignored ones stay ignored."""
     heeded = [
         number
         for number in (signal.SIGTERM, signal.SIGUSR1)
         if signal.getsignal(number) == signal.SIG_DFL
     ]
     for number in heeded:
-        signal.signal(number, _end)
+        signal.signal(number, _record)
     try:
         yield
     finally:
@@ -35,8 +35,16 @@ def ending_at_stop_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """End at once: other ranks may not be there yet to agree with."""
-    name = signal.Signals(number).name
-    os.write(2, f"nvdd-md: stopped by {name} before the job had begun\n".encode())
-    os._exit(STOPPED)
+def received() -> str:
+    """Return the name of the first signal that was recorded, "" if none was."""
+    return signal.Signals(_received[0]).name if _received else ""
+
+
+def hand_on() -> None:
+    """Raise the recorded signals again, now that there is another handler for them."""
+    while _received:
+        signal.raise_signal(_received.pop(0))
+
+
+def _record(number: int, frame: FrameType | None) -> None:
+    _received.append(number)

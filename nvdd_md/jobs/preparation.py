@@ -203,6 +203,8 @@ def _complete(job: Job, folder: RunFolder, positions: Mapping[str, object]) -> N
     outputs.sync()
     outputs.finish()
     outputs.close()
+    for torn in folder.path.glob("*.json.tmp"):
+        torn.unlink()
     step = job.total_steps
     folder.write(
         folder.status,

@@ -16,7 +16,7 @@ from nvdd_md.comm import DEFAULT_WATCHDOG_S, Communicator
 from nvdd_md.construction import join
 from nvdd_md.evaluation import NonFiniteError
 from nvdd_md.integrators import Limits, RunawayError, Simulation
-from nvdd_md.jobs import exit_codes
+from nvdd_md.jobs import early_stop, exit_codes
 from nvdd_md.jobs.checkpoint import CheckpointError
 from nvdd_md.jobs.input_errors import JobInputError
 from nvdd_md.jobs.job import Job, Span
@@ -58,6 +58,7 @@ def run_job(job: Job, overwrite: bool) -> int:
     stop_file = folder.stop if comm.rank == 0 else None
     stop = StopRequest(stop_file=stop_file, wall_time_s=job.limits.wall_time_s)
     with stop, ExitStack() as stack:
+        early_stop.hand_on()
         try:
             run = JobRun(job, comm, folder, stop, stack)
             return run.carry_out(overwrite)
@@ -241,7 +242,8 @@ class JobRun:
         """Do something collective that fails on all ranks or on none."""
         try:
             return action()
-        except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+        # RuntimeError: no such device, or no memory on it.
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
             raise _Ended(exit_codes.FAILED, str(error)) from error
 
 

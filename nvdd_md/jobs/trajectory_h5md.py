@@ -224,8 +224,8 @@ class H5mdTrajectory:
         if self._segments and [segment.path for segment in self._segments] != [self.path]:
             self._segments = [join(self._segments, self.path, self._n_synced())]
             self._remove(self._files())
-            with contextlib.suppress(OSError):  # not empty: somebody has put something there
-                self.parts.rmdir()
+        with contextlib.suppress(OSError):  # not there; or somebody has put something into it
+            self.parts.rmdir()
 
     def _n_synced(self) -> int:
         return self._segments[-1].end if self._segments else 0

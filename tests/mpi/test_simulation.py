@@ -114,6 +114,20 @@ def test_every_structure_follows_ase(comm, name):
         assert_near(np.array(thermo.stress), stress, 1e-9)
 
 
+@pytest.mark.parametrize("fast", [0, 3, 6])
+def test_one_fast_atom_on_any_rank_ends_the_list_of_all(comm, fast):
+    """Nothing but its own moves says that it comes into the reach of the next one."""
+    atoms = Atoms("Cu8", np.arange(8)[:, None] * [5.0, 0.0, 0.0])
+    velocities = np.zeros((8, 3))
+    velocities[fast, 0] = 0.06 * PER_FS
+    atoms.set_velocities(velocities)
+    simulation = simulate(comm, atoms)
+    simulation.run(20)
+    wanted = on_rank_0(comm, lambda: ase_path(atoms, 2.0, 20))
+    assert np.abs(wanted.get_momenta() - atoms.get_momenta()).max() > 0.1
+    assert np.abs(simulation.gather().positions - wanted.positions).max() < 1e-9
+
+
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("comm", [2, 3], indirect=True)
 def test_energy_of_a_long_run(comm):
