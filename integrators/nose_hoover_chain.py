@@ -21,7 +21,8 @@ class NoseHooverChain(Thermostat):
     """Nosé-Hoover chain (Martyna, Klein & Tuckerman, J. Chem. Phys. 97, 2635, 1992), deterministic.
 
     Half a step of the chain before and after each step of velocity Verlet, factorised as in
-    Martyna, Tuckerman, Tobias & Klein, Mol. Phys. 87, 1117 (1996), eqs. 29 to 33. The chain obeys::
+    Martyna, Tuckerman, Tobias & Klein, Mol. Phys. 87, 1117 (1996), eqs. 29 to 33. The chain acts on
+    velocities relative to the centre of mass, and obeys::
 
         dp_i/dt = F_i - v_1 p_i
         dv_1/dt = (2K - N_f k T) / Q_1 - v_1 v_2
@@ -38,7 +39,7 @@ class NoseHooverChain(Thermostat):
     Q         masses               N_f k T τ² for the first, k T τ² for the others
     τ         damping_fs           time scale
     N_f       degrees_of_freedom   3 N - 3
-    K         kinetic              kinetic energy
+    K         kinetic              kinetic energy relative to the centre of mass
     ========  ===================  ==========================================
 
     Parameters
@@ -116,7 +117,8 @@ class NoseHooverChain(Thermostat):
 
     def _half_step(self, motion: Motion, timestep: float) -> None:
         """Propagate chain and momenta over half a timestep."""
-        kinetic = motion.kinetic_energy()
+        thermal = motion.thermal_motion(self.conserves_momentum)
+        kinetic = thermal.energy
         kT = units.kB * self.temperature_K(motion.step)
         masses = self._masses(motion, kT)
         scale = 1.0
@@ -128,7 +130,7 @@ class NoseHooverChain(Thermostat):
             self.eta += length * self.velocity
             for j in range(len(self.eta)):
                 self._pull(j, 0.5 * length, kinetic * scale**2, masses, kT, motion)
-        motion.scale_momenta(scale)
+        motion.scale_thermal_motion(scale, thermal.drift)
 
     def _pull(
         self,

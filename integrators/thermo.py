@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nvdd_md.evaluation import voigt
 from nvdd_md.integrators.meeting import ordered_sum
-from nvdd_md.integrators.motion import Motion
+from nvdd_md.integrators.motion import Motion, ThermalMotion
 from nvdd_md.integrators.velocity_verlet import VelocityVerlet
 from nvdd_md.system import Surroundings
 
@@ -28,12 +28,13 @@ class Thermo:
     conserved_eV : float
         What the equations of motion conserve: the total energy without what thermostats put in.
     temperature_K : float
-        ``2 K / (N_f k)``, with N_f = 3 N - 3 where total momentum is conserved, else 3 N.
+        ``2 K / (N_f k)``. Where total momentum is conserved, K is relative to the centre of mass
+        and N_f = 3 N - 3; else, and for one atom, K is all of it and N_f = 3 N.
     target_temperature_K : float or None
     stress : tuple of 6 floats or None
         Of the potential, eV/Å³, in the order xx yy zz yz xz xy, positive under tension.
     pressure_GPa : float or None
-        ``2 K / (3 V) - (xx + yy + zz) / 3``.
+        ``2 K / (3 V) - (xx + yy + zz) / 3``, with the K of the temperature.
     volume_A3 : float or None
         None: without three cell vectors and a periodic axis there is no volume.
     """
@@ -71,22 +72,26 @@ def measure(
         This rank's parts.
     around : Surroundings
     """
-    mine = torch.stack((energy, motion.local_kinetic_energy()))
-    row = torch.cat((mine, virial.reshape(-1)))
+    row = torch.cat((energy[None], motion.local_sums(), virial.reshape(-1)))
     # Energies may be finite where forces are not: those of two atoms at one point.
     row = torch.where(torch.isfinite(motion.forces).all(), row, torch.nan).cpu()[None]
     table = motion.comm.gather_rows(row).numpy()
     if not np.isfinite(table).all():
         return None
-    potential, kinetic = ordered_sum(table[:, 0]), ordered_sum(table[:, 1])
+    sums = [ordered_sum(column) for column in table.T]
+    potential, kinetic = sums[:2]
     total = potential + kinetic
+    thermal = ThermalMotion.of(
+        torch.tensor(sums[1:6], dtype=torch.float64, device="cpu"),
+        integrator.thermostat.conserves_momentum and motion.n_atoms > 1,
+    ).energy
     volume = around.volume
     stress: tuple[float, ...] | None = None
     pressure: float | None = None
     if volume is not None:
-        virials = np.array([ordered_sum(table[:, 2 + k]) for k in range(9)]).reshape(3, 3)
+        virials = np.array(sums[6:]).reshape(3, 3)
         stress = tuple((voigt(virials) / volume).tolist())
-        pressure = (2.0 * kinetic / volume - sum(stress[:3])) / 3.0 / units.GPa
+        pressure = (2.0 * thermal / volume - sum(stress[:3])) / 3.0 / units.GPa
     return Thermo(
         step=motion.step,
         time_fs=motion.step * integrator.timestep_fs,
@@ -94,7 +99,7 @@ def measure(
         kinetic_eV=kinetic,
         total_eV=total,
         conserved_eV=total + integrator.thermostat.energy(motion) - motion.heat,
-        temperature_K=2.0 * kinetic / (motion.degrees_of_freedom * units.kB),
+        temperature_K=2.0 * thermal / (motion.degrees_of_freedom * units.kB),
         target_temperature_K=integrator.target_K(motion.step),
         stress=stress,
         pressure_GPa=pressure,

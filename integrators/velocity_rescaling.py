@@ -15,7 +15,8 @@ from nvdd_md.integrators.thermostat import Thermostat
 class VelocityRescaling(Thermostat):
     """Stochastic rescaling (Bussi, Donadio & Parrinello, J. Chem. Phys. 126, 014101, 2007).
 
-    After each step of velocity Verlet all momenta are multiplied by α, eq. A7 there::
+    After each step of velocity Verlet all velocities relative to the centre of mass are multiplied
+    by α, eq. A7 there::
 
         α² = c + (1 - c) (R² + S) K̄/(N_f K) + 2 R sqrt(c (1 - c) K̄/(N_f K)),      c = exp(-Δt/τ)
 
@@ -24,7 +25,7 @@ class VelocityRescaling(Thermostat):
     ========  ===================  =======================================================
     symbol    variable             meaning
     ========  ===================  =======================================================
-    K         kinetic              kinetic energy
+    K         kinetic              kinetic energy relative to the centre of mass
     K̄         wanted               N_f k T / 2
     N_f       degrees_of_freedom   3 N - 3
     τ         damping_fs           time scale
@@ -58,7 +59,8 @@ class VelocityRescaling(Thermostat):
 
     def after_step(self, motion: Motion, timestep: float) -> None:
         """Rescale all momenta."""
-        kinetic = motion.kinetic_energy()
+        thermal = motion.thermal_motion(self.conserves_momentum)
+        kinetic = thermal.energy
         if kinetic == 0.0:
             return
         n_free = motion.degrees_of_freedom
@@ -76,5 +78,5 @@ class VelocityRescaling(Thermostat):
         alpha = math.sqrt(max(square, 0.0))
         if first * math.sqrt((1.0 - c) * ratio) + math.sqrt(c) < 0.0:
             alpha = -alpha
-        motion.scale_momenta(alpha)
+        motion.scale_thermal_motion(alpha, thermal.drift)
         motion.heat += kinetic * (alpha**2 - 1.0)

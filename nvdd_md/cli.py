@@ -248,7 +248,7 @@ def _look(path: Path, action: Callable[[RunFolder], None]) -> int:
     if job_rank() > 0:
         return FINISHED
     try:
-        action(RunFolder(path))
+        action(RunFolder.named(path))
     except (RunFolderError, ExportError, PlotError, JobInputError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT

@@ -35,6 +35,7 @@ fields = ["velocities"]
 
 KELVIN = "expected a number >= 0 (the unit is K)"
 KELVIN_OR_RAMP = f"{KELVIN} or a ramp such as {{ start = 100, end = 300 }}"
+ABOVE_ZERO = KELVIN_OR_RAMP.replace(">= 0", "> 0")
 FEMTOSECONDS = "expected a number > 0 and <= 20 (the unit is fs)"
 LENGTH = "'steps': expected a whole number >= 0, the length of the stage"
 REPEAT = "expected three whole numbers >= 1, as in [2, 2, 1]"
@@ -149,12 +150,12 @@ WRONG = [
     (
         "K = 300\n",
         'K = "300"\n',
-        f"24: [[stages]] 2: 'temperature_K': {KELVIN_OR_RAMP}, found '300' (a text)",
+        f"24: [[stages]] 2: 'temperature_K': {ABOVE_ZERO}, found '300' (a text)",
     ),
     (
         "K = 300\n",
         "K = [300]\n",
-        f"24: [[stages]] 2: 'temperature_K': {KELVIN_OR_RAMP}, found an array of 1",
+        f"24: [[stages]] 2: 'temperature_K': {ABOVE_ZERO}, found an array of 1",
     ),
     (
         "end = 300.5",
@@ -242,7 +243,7 @@ WRONG = [
     ("K = 0", "K = -1", f"12: [velocities]: 'temperature_K': {KELVIN}, found -1"),
     ("K = 0", "K = inf", f"12: [velocities]: 'temperature_K': {KELVIN}, found inf"),
     ("steps = 100", "steps = -5", f"16: [[stages]] 1: {LENGTH}, found -5"),
-    ("K = 300\n", "K = -300\n", f"24: [[stages]] 2: 'temperature_K': {KELVIN_OR_RAMP}, found -300"),
+    ("K = 300\n", "K = -300\n", f"24: [[stages]] 2: 'temperature_K': {ABOVE_ZERO}, found -300"),
     (
         "start = 0",
         "start = -1",

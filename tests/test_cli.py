@@ -18,6 +18,7 @@ from nvdd_md.calculators import sevennet
 from nvdd_md.cli import main
 from nvdd_md.jobs import exit_codes, plot
 from nvdd_md.jobs.export import read_frames
+from nvdd_md.jobs.run_lock import RunLock
 from nvdd_md.jobs.trajectory_h5md import H5mdTrajectory
 
 JOB = """\
@@ -282,6 +283,28 @@ def test_one_rank_looks_at_a_run(command, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
+def test_info_of_a_run_that_was_killed(finished, tmp_path, capsys):
+    source, run = finished.with_name("job-run"), tmp_path / "run"
+    run.mkdir()
+    (run / "resolved.json").write_text((source / "resolved.json").read_text())
+    (run / "status.json").write_text('{"state": "running", "step": 3, "checkpoint": 2}')
+    assert main(["info", str(run)]) == exit_codes.FINISHED
+    assert "no process is at work: it was killed" in " ".join(capsys.readouterr().out.split())
+    with RunLock(run):
+        assert main(["info", str(run)]) == exit_codes.FINISHED
+    assert "killed" not in capsys.readouterr().out
+
+
+def test_a_folder_that_is_a_file(tmp_path, capsys):
+    text = JOB.replace("[output]\n", '[output]\nfolder = "other.toml"\n')
+    file = write_job(tmp_path, text)
+    (tmp_path / "other.toml").write_text(JOB)
+    for options in ([], ["--overwrite"]):
+        assert main(["run", str(file), *options]) == exit_codes.REFUSED
+        assert "a file has its name" in capsys.readouterr().err
+    assert (tmp_path / "other.toml").read_text() == JOB
+
+
 # ------------------------------------------------------------------------------------ plot
 
 
@@ -398,6 +421,16 @@ def test_export_of_several_trajectories(options, message, finished, tmp_path, ca
     assert main(arguments) == exit_codes.BAD_INPUT
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_export_into_the_run(finished, capsys):
+    run = finished.with_name("job-run")
+    before = (run / "md.traj").read_bytes()
+    out = str(run / "md.traj")
+    arguments = ["export", str(run), out, "--trajectory", "md.xyz", "--overwrite"]
+    assert main(arguments) == exit_codes.BAD_INPUT
+    assert "would stand among the files of the run" in capsys.readouterr().err
+    assert (run / "md.traj").read_bytes() == before
 
 
 def test_export_of_nothing(finished, tmp_path, capsys):

@@ -156,7 +156,7 @@ class CheckpointStore:
             return None
         raise CheckpointError(
             f"none of the checkpoints in {self.folder} can be used; to start again from the "
-            "beginning, remove them:\n  " + "\n  ".join(faults)
+            "beginning, use --overwrite:\n  " + "\n  ".join(faults)
         )
 
     def load(self, path: str | os.PathLike[str]) -> Checkpoint:

@@ -21,6 +21,8 @@ from nvdd_md.jobs.trajectory_extxyz import ExtxyzTrajectory
 
 __all__ = ["ExportError", "export", "read_frames"]
 
+EXPORT = "export.xyz"
+
 
 class ExportError(ValueError):
     """There is nothing to export, or nowhere to put it."""
@@ -49,9 +51,15 @@ def export(
     Raises
     ------
     ExportError
-        If the file is there already, the run has no frames, or several trajectories.
+        If the file is there already, or would be one of the run's own, or if the run has no
+        frames, or several trajectories.
     """
-    out = run.path / "export.xyz" if out is None else out
+    out = run.path / EXPORT if out is None else out
+    if out.resolve().parent == run.path.resolve() and out.name != EXPORT:
+        raise ExportError(
+            f"{out} would stand among the files of the run, where only {EXPORT} may: expected "
+            "another folder"
+        )
     if out.exists() and not overwrite:
         raise ExportError(f"{out} is there already: expected another name, or --overwrite")
     source = _chosen(run, trajectory)

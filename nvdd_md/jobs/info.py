@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nvdd_md.jobs.job import Job
-from nvdd_md.jobs.run_folder import RunFolder
+from nvdd_md.jobs.run_folder import RUNNING, STARTING, RunFolder
+from nvdd_md.jobs.run_lock import is_held
 from nvdd_md.jobs.sizes import bytes_text
 from nvdd_md.jobs.thermo_log import read_thermo
 
@@ -40,7 +41,10 @@ def _state(run: RunFolder) -> Iterator[tuple[str, str]]:
     timestep = job.dynamics.timestep_fs
     yield "folder", str(run.path)
     yield "job file", str(job.file)
-    yield "state", str(status.get("state", "not started"))
+    state = str(status.get("state", "not started"))
+    if state in (STARTING, RUNNING) and not is_held(run.path):
+        state += ", but no process is at work: it was killed, and the same command goes on"
+    yield "state", state
     if status.get("reason"):
         yield "reason", str(status["reason"])
     yield "step", f"{step} of {job.total_steps}"

@@ -224,6 +224,7 @@ class NoseHooverChain(_WithTarget):
     """A chain of Nosé-Hoover thermostats."""
 
     kind = "nose-hoover-chain"
+    temperature_K: Temperature | Ramp = Field(description=_TEMPERATURE.replace(">= 0", "> 0"))
     damping_fs: Positive = Field(description="a number > 0 (the unit is fs)")
     chain_length: Count = Field(3, description="a whole number >= 1")
 
@@ -252,7 +253,7 @@ class Stage(Table):
     """
 
     name: Text = Field(description="a text")
-    steps: Annotated[int, Field(ge=0)] = Field(
+    steps: Annotated[int, Field(ge=0, lt=2**53)] = Field(
         description="a whole number >= 0, the length of the stage"
     )
     thermostat: SerializeAsAny[Thermostat] = NoThermostat()
@@ -287,6 +288,8 @@ class Trajectory(Table):
                 f"expected a file name without a folder (it stands in that of [output]), "
                 f"found {file!r}"
             )
+        if file == "export.xyz" or file.startswith("failed-step-"):
+            raise ValueError(f"expected another file name: the program writes {file!r} itself")
         if PurePath(file).suffix not in TRAJECTORY_SUFFIXES:
             raise ValueError(
                 f"expected a file name that ends in one of {', '.join(TRAJECTORY_SUFFIXES)}, "

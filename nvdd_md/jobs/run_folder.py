@@ -35,24 +35,42 @@ class RunFolder:
     Parameters
     ----------
     path : path
-        The folder, or the job file of the run.
-
-    Raises
-    ------
-    JobInputError
-        If a job file is wrong.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if self.path.is_file():
-            self.path = read_job(self.path).folder
         self.checkpoints = self.path / "checkpoints"
         self.thermo = self.path / "thermo.csv"
         self.resolved = self.path / "resolved.json"
         self.status = self.path / "status.json"
         self.report = self.path / "report.json"
         self.stop = self.path / "STOP"
+
+    @classmethod
+    def named(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """Return a folder, or that of the run that a job file describes.
+
+        Raises
+        ------
+        JobInputError
+            If a job file is wrong.
+        """
+        path = Path(path)
+        return cls(read_job(path).folder if path.is_file() else path)
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises
+        ------
+        RunFolderError
+            If something else has its name, or it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = "a file has its name" if self.path.is_file() else error.strerror or error
+            raise RunFolderError(f"the folder {self.path} cannot be made: {reason}") from error
 
     def write(self, file: Path, values: Mapping[str, object]) -> None:
         """Replace a JSON file of this folder as a whole.

@@ -101,6 +101,15 @@ class _Sight:
     touched_ns: int
 
 
+def is_held(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a job may be at work in a folder: nothing says that the holder is dead."""
+    try:
+        holder = Holder.named_in((Path(folder) / LOCK_NAME).read_bytes())
+    except OSError:
+        return False
+    return holder is None or holder.lives() is not False
+
+
 class RunLock:
     """Keeps other jobs out of a folder, as a context manager. See Note [Run lock].
 

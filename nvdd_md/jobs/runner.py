@@ -125,7 +125,7 @@ class JobRun:
 
     def _prepare(self, overwrite: bool, mine: list[Plan]) -> Plan:
         """Lock the folder and look at what there is. On rank 0 only."""
-        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.folder.make()
         self.lock = self.stack.enter_context(RunLock(self.folder.path))
         mine.append(prepare(self.job, self.folder, overwrite))
         return mine[0].without_atoms()

@@ -101,6 +101,11 @@ def _timestep_warnings(job: Job, atoms: Atoms) -> Iterator[str]:
 
 def _velocity_warnings(job: Job, atoms: Atoms) -> Iterator[str]:
     at_rest = not atoms.has("momenta") or not np.any(atoms.get_momenta())
+    if at_rest and "velocities" in atoms.arrays:
+        yield (
+            "the structure has an array 'velocities', which is not used, as its unit is not known; "
+            "momenta, as in .traj files, are"
+        )
     if job.velocities is None and at_rest:
         yield "the structure has no velocities and [velocities] is missing: the atoms begin at rest"
     elif job.velocities is not None and not at_rest and not job.velocities.replace:
