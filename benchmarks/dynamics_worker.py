@@ -106,7 +106,7 @@ def attach_trajectory(simulation: Simulation, folder: Path, suffix: str) -> Back
 
     def observe(simulation: Simulation) -> None:
         thermo = simulation.thermo()
-        arrays = simulation.gather_arrays(["numbers", "positions", "velocities", "forces"])
+        arrays = simulation.gather_arrays(["numbers", *output.needs])
         if arrays is not None and writer is not None:
             around = simulation.surroundings
             numbers = arrays.pop("numbers")
