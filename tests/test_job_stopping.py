@@ -193,6 +193,15 @@ def test_a_signal_to_one_rank_under_mpiexec(long_run, tmp_path):
     finish_here(long_run, 3, tmp_path)
 
 
+def test_a_rank_that_is_killed_under_mpiexec_ends_the_others(long_run, tmp_path):
+    process = launch(long_run, MPIEXEC, "-n", 2)
+    wait_until(lambda: long_run.step() > 8)
+    os.kill(rank_pids(long_run)[1], signal.SIGKILL)
+    assert end_of(process) not in (0, *CODES.values()), long_run.words_of(0)
+    assert long_run.status()["state"] == "running"  # nobody was left to say anything else
+    finish_here(long_run, 2, tmp_path)
+
+
 def test_signals_to_the_command_that_has_started_the_ranks(long_run, tmp_path):
     before = 0
     for name in ("SIGTERM", "SIGINT"):
